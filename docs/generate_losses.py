@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import rlhfkit.losses
-from rlhfkit.losses.preference.dpo import PAIR_LOSSES
+from rlhfkit.losses.preference.dpo import DIVERGENCES, PAIR_LOSSES
 from rlhfkit.modules.on_policy.presets import PRESETS
 
 PAGE = Path(__file__).with_name("reference") / "losses.md"
@@ -109,6 +109,9 @@ def render() -> str:
             parts.append("### Loss types of `dpo_loss`\n\n" + _notation() + "\n")
             rows = [_pair_loss_row(name, loss) for name, loss in PAIR_LOSSES.items()]
             parts.append(_table(["`loss_type`", "Formula", "Name", "Papers"], rows))
+            parts.append("### Divergences of `dpo_loss`\n")
+            rows = [_pair_loss_row(name, score) for name, score in DIVERGENCES.items()]
+            parts.append(_table(["`divergence`", "Score `s(Δ)`", "Name", "Papers"], rows))
     others = sorted(set(public) - set(functions))
     parts.append("## Types and registries\n\n" + ", ".join(f"`{name}`" for name in others) + "\n")
     return "\n".join(parts)
@@ -147,7 +150,7 @@ def formula(function: Callable[..., Any]) -> str:
 
 
 def pair_loss_formula(loss: Callable[..., Any]) -> str:
-    """The formula of a per-pair loss, whose docstring is one line: formula, name and paper."""
+    """The formula of a per-pair loss or divergence, whose docstring is one line: formula, name and paper."""
     return _markdown(_paragraphs(loss)[0].partition(". ")[0])
 
 

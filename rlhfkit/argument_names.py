@@ -86,6 +86,8 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "eval_dataset": ("validation_data", "SFTDataModule(validation_data=)"),
     "processing_class": ("tokenizer", "SFTDataModule(tokenizer=)"),
     "f_divergence_type": ("divergence",),
+    "f_alpha_divergence_coef": ("divergence=AlphaDivergence(alpha=)",),
+    "discopop_tau": ("loss_type=DiscoPOP(temperature=)",),
     "ref_model": ("ref_model", "parts=[Reference(pool=)]"),
     "neftune_noise_alpha": ("parts=[NEFTune(alpha=)]",),
     "ref_model_sync_steps": ("parts=[MovingReference(steps=)]",),

@@ -10,6 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,7 +20,13 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput
 from rlhfkit.models import PolicyOutput
-from rlhfkit.validation import check_number, function_name, refuse_without_effect, resolve_function
+from rlhfkit.validation import (
+    check_number,
+    function_name,
+    named_function,
+    refuse_without_effect,
+    resolve_function,
+)
 
 
 class Stage(IntEnum):
@@ -287,7 +294,7 @@ class Prepare(Part):
 
     def __init__(
         self,
-        function: Callable[[Experience], Experience] | str,
+        function: Callable[[Experience], Experience] | str | Mapping[str, Any],
         stage: Stage | str = Stage.SHAPE,
         *,
         reads: Sequence[str] = (),
@@ -325,8 +332,9 @@ class Prepare(Part):
 
 # ---------------------------------------------------------------------- weights that change over a run
 
-Coefficient = float | str | Callable[[int], float]
-"""A weight: a number, or a function of the number of optimizer steps so far, itself or by its dotted name."""
+Coefficient = float | str | Mapping[str, Any] | Callable[[int], float]
+"""A weight: a number, or a function of the number of optimizer steps so far, see
+:data:`~rlhfkit.validation.GivenFunction`."""
 
 
 def check_coefficient(name: str, coef: Coefficient, **bounds: Any) -> float | Callable[[int], float]:
@@ -341,7 +349,7 @@ def check_coefficient(name: str, coef: Coefficient, **bounds: Any) -> float | Ca
         TypeError: If it is neither a number nor a function.
         ValueError: If it is out of bounds, or there is no such function.
     """
-    if isinstance(coef, str) or callable(coef):
+    if isinstance(coef, str | Mapping) or callable(coef):
         return resolve_function(coef, name)
     check_number(name, coef, **bounds)
     return coef
@@ -382,13 +390,8 @@ def named_part(given: Any) -> tuple[Any, dict[str, Any]]:
         TypeError: If it is none of these.
         ValueError: If a name cannot be found.
     """
-    if isinstance(given, str):
-        return resolve_function(given, "parts"), {}
-    if isinstance(given, Mapping):
-        unknown = sorted({*given} - {"class_path", "init_args"})
-        if unknown or not isinstance(given.get("class_path"), str):
-            raise ValueError(f"a part is {{class_path: ..., init_args: {{...}}}}, got {dict(given)}")
-        return resolve_function(given["class_path"], "class_path"), dict(given.get("init_args") or {})
+    if isinstance(given, str | Mapping):
+        return named_function(given, "parts" if isinstance(given, str) else "class_path")
     if isinstance(given, Configured):
         where = "a Part belongs to a module, a RolloutPart to RolloutCallback(parts=[...])"
         raise TypeError(f"{given!r} is in the wrong place: {where}")
@@ -562,8 +565,24 @@ def plain_value(value: Any, name: str) -> Any:
         return [plain_value(one, name) for one in value]
     if callable(getattr(value, "plain", None)):
         return value.plain()
+    if callable(value):
+        return plain_function(*named_function(value, name), name)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return plain_value(dataclasses.asdict(value), name)
-    if callable(value):
-        return function_name(value)
     raise TypeError(f"{name} is {type(value).__name__}: arguments of parts are plain values, options or functions")
+
+
+def plain_function(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> str | dict[str, Any]:
+    """Dotted name of a function or class; with arguments what YAML has, see :data:`~rlhfkit.validation.GivenFunction`.
+
+    What cannot be made again is described in angle brackets, see :func:`~rlhfkit.validation.function_name`.
+    """
+    is_object = not hasattr(function, "__name__") and not isinstance(function, partial)
+    try:
+        if is_object:
+            function, arguments = type(function), arguments_of(function)
+        values = {key: plain_value(value, f"{name}.{key}") for key, value in arguments.items()}
+    except TypeError as error:
+        return f"<{function_name(function)} with arguments, {error}: not importable>"  # which loading it again names
+    named = function_name(function)
+    return {"class_path": named, "init_args": values} if values or is_object else named

@@ -140,13 +140,18 @@ def function_name(function: Callable[..., Any]) -> str:
     return name if found is function else f"<{name}: not importable>"
 
 
-def resolve_function(
-    function: str | Callable[..., Any], argument: str, *, home: str | None = None
-) -> Callable[..., Any]:
-    """Return a function given as itself or by its dotted name; raises ValueError if nothing callable has it.
+GivenFunction = str | Mapping[str, Any] | Callable[..., Any]
+"""A function, its dotted name, or as in YAML ``{class_path: ..., init_args: ...}`` of one that takes more arguments, or
+of a class whose objects are called."""
+
+
+def resolve_function(function: GivenFunction, argument: str, *, home: str | None = None) -> Callable[..., Any]:
+    """Return a function that is given in one of these ways; raises ValueError if nothing callable has the name.
 
     ``argument`` is for error messages; names without a dot are looked up in the package ``home``.
     """
+    if isinstance(function, Mapping):
+        return with_arguments(*named_function(function, argument, home=home))
     if callable(function):
         return function
     if function.startswith("<"):
@@ -162,6 +167,32 @@ def resolve_function(
     if not callable(found):
         raise ValueError(f"{argument}={function!r} is a {type(found).__name__}, not a function")
     return cast(Callable[..., Any], found)
+
+
+def function_or_name(function: GivenFunction, argument: str, *, home: str | None = None) -> Any:
+    """:func:`resolve_function`, but a name without a dot, which is the caller's own, stays as it is."""
+    is_name = isinstance(function, str) and "." not in function and not function.startswith("<")
+    return function if is_name else resolve_function(function, argument, home=home)
+
+
+def named_function(
+    function: GivenFunction, argument: str, *, home: str | None = None
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function or class that is meant, and the keyword arguments that come with it; as :func:`resolve_function`."""
+    if isinstance(function, functools.partial) and not function.args:
+        return function.func, dict(function.keywords)
+    if not isinstance(function, Mapping):
+        return resolve_function(function, argument, home=home), {}
+    if {*function} - {"class_path", "init_args"} or not isinstance(function.get("class_path"), str):
+        raise ValueError(f"a function or a part is {{class_path: ..., init_args: {{...}}}}, got {dict(function)}")
+    return resolve_function(function["class_path"], argument, home=home), dict(function.get("init_args") or {})
+
+
+def with_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function with keyword arguments set; of a class, an object that is made with them and called."""
+    if isinstance(function, type):
+        return cast(Callable[..., Any], function(**arguments))
+    return functools.partial(function, **arguments) if arguments else function
 
 
 def _suggestion(name: str, home: str | None) -> str:

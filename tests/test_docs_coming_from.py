@@ -18,7 +18,7 @@ from rlhfkit.modules import parts
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
 PARTS = [f"rlhfkit.modules.parts.{one.name}" for one in pkgutil.iter_modules(parts.__path__)]
-ROOMS = ("rlhfkit", "rlhfkit.rewards", *PARTS)
+ROOMS = ("rlhfkit", "rlhfkit.rewards", "rlhfkit.losses.preference.dpo", *PARTS)
 CALL = re.compile(r"(\w+)\((\w+)=\)")
 
 
@@ -67,6 +67,7 @@ def test_a_name_of_ours_is_no_name_of_others() -> None:
         ("GRPOModule", {"beta": 0.1}, "GRPOModule takes no argument beta: .* beta is kl_coef here"),
         ("SFTModule", {"learning_rate": 1.0}, "SFTModule takes no argument learning_rate: .* is lr here"),
         ("DPOModule", {"learning_rat": 1.0}, "DPOModule takes no argument learning_rat"),
+        ("DPOModule", {"f_alpha_divergence_coef": 0.3}, r"DPOModule .* divergence=AlphaDivergence\(alpha=\)"),
         ("PPOModule", {"cliprange_value": 0.2}, r"PPOModule .* parts=\[ValueLoss\(clip=\)\]"),
         ("SFTModule", {"neftune_noise_alpha": 5.0}, r"NEFTune\(alpha=\)"),
         ("GRPOModule", {"num_generations": 8}, r"did you mean SamplingSpec\(group_size=\)\?"),

@@ -137,7 +137,6 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     ("SamplingSpec", "frequency_penalty"): ((-1.0,), "a bonus for what was said before"),
     (ANY, "on_failure"): ((-1.0,), "a reward may be negative"),
     ("SimPOModule", "alpha"): ((-1.0,), "AlphaPO's exponent has either sign"),
-    ("DPOModule", "divergence_alpha"): ((-1.0,), "the exponent of an alpha divergence has either sign"),
 }
 """(class, argument): values that are taken, and why."""
 

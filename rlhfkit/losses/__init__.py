@@ -64,7 +64,6 @@ from rlhfkit.losses.policy.trust_region import (
 )
 from rlhfkit.losses.preference.dpo import (
     PreferencePairs,
-    divergence_score,
     dpo_loss,
     length_desensitized_logprobs,
     wpo_weights,
@@ -98,7 +97,6 @@ __all__ = [
     "dft_loss",
     "discounted_returns",
     "distillation_loss",
-    "divergence_score",
     "dpo_loss",
     "dppo_loss",
     "dr_grpo_loss",

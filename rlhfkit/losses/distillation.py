@@ -8,6 +8,7 @@ cross-entropy: ``(1 - c) * cross_entropy_loss(...).loss + c * distillation_loss(
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
@@ -40,7 +41,6 @@ def distillation_loss(
     *,
     divergence: Divergence | Callable[[Tensor, Tensor], Tensor] = "forward_kl",
     temperature: float = 1.0,
-    teacher_weight: float = 0.5,
     top_k: int | None = None,
     teacher_ids: Tensor | None = None,
     remainder: Remainder = "bucket",
@@ -63,10 +63,10 @@ def distillation_loss(
         teacher: (B, T, V) the same for the teacher, detached here; or (B, T, K) log-probs of ``teacher_ids``.
         mask: (B, T), true where a token counts. Masked entries of the other tensors may hold anything, NaN
             included.
-        divergence: One of the three, or a function of the log-probs ``(log p, log q)``, (..., V) each, to (...).
+        divergence: One of the three, or a function of the log-probs ``(log p, log q)``, (..., V) each, to (...), as
+            ``JensenShannon(0.1)`` is; that of ``jsd`` has ``w = 0.5``.
         temperature: τ > 0 by which both logits are divided. Gradients shrink with ``1/τ²``; Hinton undoes that by a
             factor ``τ²``, TRL and this loss do not.
-        teacher_weight: ``w`` of ``jsd`` in (0, 1); 0.5 in TRL's GKD. ``w → 0``: like forward KL, 1: like reverse KL.
         top_k: Compare only the K likeliest tokens of the teacher; all V when ``None``.
         teacher_ids: (B, T, K) distinct token ids of ``teacher``; entries of log-prob ``-inf`` are ignored.
         remainder: With K < V, ``bucket`` makes all other tokens one category, which keeps a true divergence;
@@ -87,7 +87,6 @@ def distillation_loss(
         mask,
         divergence=divergence,
         temperature=temperature,
-        teacher_weight=teacher_weight,
         top_k=top_k,
         teacher_ids=teacher_ids,
         remainder=remainder,
@@ -103,14 +102,13 @@ def token_divergence(
     *,
     divergence: Divergence | Callable[[Tensor, Tensor], Tensor] = "forward_kl",
     temperature: float = 1.0,
-    teacher_weight: float = 0.5,
     top_k: int | None = None,
     teacher_ids: Tensor | None = None,
     remainder: Remainder = "bucket",
 ) -> Tensor:
     """The ``ℓ_t`` of :func:`distillation_loss`, which has the arguments and errors: (B, T) nats, 0 where masked."""
     _check(student, teacher, mask, temperature, top_k, teacher_ids, remainder)
-    compare = divergence_function(divergence, teacher_weight)
+    compare = _divergence_function(divergence)
     keep = mask.bool()
     student = select(full_precision(student), keep.unsqueeze(-1)) / temperature
     teacher = select(full_precision(teacher.detach()), keep.unsqueeze(-1)) / temperature
@@ -143,38 +141,50 @@ def on_policy_distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor
     return select(teacher, mask) - select(student, mask)
 
 
-def _forward_kl(_: float) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda student, teacher: (teacher.exp() * (teacher - student)).sum(-1)
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """``Σ_v q log(q/p)``, (...), from log-probs of student ``p`` and teacher ``q``, (..., V) each."""
+    return (teacher.exp() * (teacher - student)).sum(-1)
 
 
-def _reverse_kl(_: float) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda student, teacher: (student.exp() * (student - teacher)).sum(-1)
+def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """``Σ_v p log(p/q)``, (...), from log-probs of student ``p`` and teacher ``q``, (..., V) each."""
+    return (student.exp() * (student - teacher)).sum(-1)
 
 
-def _jensen_shannon(weight: float) -> Callable[[Tensor, Tensor], Tensor]:
-    def compare(student: Tensor, teacher: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class JensenShannon:
+    """``w Σ_v q log(q/m) + (1-w) Σ_v p log(p/m)`` with ``m = w q + (1-w) p`` (GKD, arXiv:2306.13649).
+
+    Args:
+        teacher_weight: ``w`` in (0, 1); 0.5 in TRL's GKD (its β). ``w → 0``: like forward KL, 1: like reverse KL.
+
+    Raises:
+        ValueError: If it is out of range.
+    """
+
+    teacher_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.teacher_weight < 1.0:
+            raise ValueError(f"JensenShannon.teacher_weight must lie in (0, 1), got {self.teacher_weight}")
+
+    def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """(...) from log-probs of student ``p`` and teacher ``q``, (..., V) each."""
+        weight = self.teacher_weight
         mixture = torch.logaddexp(teacher + math.log(weight), student + math.log1p(-weight))
         to_teacher = (teacher.exp() * (teacher - mixture)).sum(-1)
         return weight * to_teacher + (1.0 - weight) * (student.exp() * (student - mixture)).sum(-1)
 
-    return compare
 
-
-_DIVERGENCES: Mapping[str, Callable[[float], Callable[[Tensor, Tensor], Tensor]]] = MappingProxyType(
-    {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jensen_shannon}
+_DIVERGENCES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
+    {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": JensenShannon()}
 )
 
 
-def divergence_function(
-    divergence: Divergence | Callable[[Tensor, Tensor], Tensor], teacher_weight: float
+def _divergence_function(
+    divergence: Divergence | Callable[[Tensor, Tensor], Tensor],
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function of the log-probs of student and teacher, (..., V) each, to (...) that an argument names.
-
-    Raises:
-        ValueError: If there is none, or ``teacher_weight`` is out of range.
-    """
-    if not 0.0 < teacher_weight < 1.0:
-        raise ValueError(f"teacher_weight must lie in (0, 1), got {teacher_weight}")
+    """The function of the log-probs of student and teacher that an argument names; ValueError if there is none."""
     if callable(divergence):
         names = [*inspect.signature(divergence).parameters, "", ""]
         if "teacher" in names[0] or "student" in names[1]:
@@ -185,7 +195,7 @@ def divergence_function(
         return divergence
     if divergence not in _DIVERGENCES:
         raise ValueError(f"divergence must be a function or one of {', '.join(_DIVERGENCES)}, got {divergence!r}")
-    return _DIVERGENCES[divergence](teacher_weight)
+    return _DIVERGENCES[divergence]
 
 
 def _on_common_support(

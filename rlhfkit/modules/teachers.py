@@ -11,13 +11,12 @@ from rlhfkit.losses.distillation import Remainder
 from rlhfkit.models import PolicyOutput, load_tokenizer
 from rlhfkit.modules.base import PolicyModule, load_frozen
 from rlhfkit.protocols import HasPromptColumns
-from rlhfkit.validation import check_integer, check_number, refuse_without_effect, resolve_function
+from rlhfkit.validation import check_integer, function_or_name, refuse_without_effect
 
 
 def checked_divergence(
     divergence: Any,
     *,
-    teacher_weight: float,
     top_k: int | None,
     remainder: Remainder,
     chunk_size: int,
@@ -25,27 +24,22 @@ def checked_divergence(
     """Check what says how distributions of student and teacher are compared.
 
     Args:
-        divergence: A name of rlhfkit, a function, or its dotted name.
-        teacher_weight: Of ``jsd``.
+        divergence: A name of rlhfkit, or a function, see :data:`~rlhfkit.validation.GivenFunction`.
         top_k: Of the teacher's likeliest tokens.
         remainder: Treatment of the others.
         chunk_size: Tokens whose logits exist at a time.
 
     Returns:
-        The divergence, with a dotted name turned into the function that it names.
+        The divergence: a name of rlhfkit, or a function.
 
     Raises:
         ValueError: If one is out of range, or has no effect beside the others.
     """
-    check_number("teacher_weight", teacher_weight, minimum=0, maximum=1)
     check_integer("top_k", top_k, minimum=1, optional=True)
     check_integer("chunk_size", chunk_size, minimum=1, why="it is in tokens")
-    if divergence != "jsd":
-        refuse_without_effect({"teacher_weight": teacher_weight != 0.5}, f"{divergence=}: it belongs to 'jsd'")
     if top_k is None:
         refuse_without_effect({"remainder": remainder != "bucket"}, "top_k=None, which compares all tokens")
-    named = isinstance(divergence, str) and "." not in divergence
-    return divergence if named else resolve_function(divergence, "divergence")
+    return function_or_name(divergence, "divergence", home="rlhfkit.losses.distillation")
 
 
 def check_teacher_tokens(name: str, student: PolicyModule) -> None:

@@ -109,7 +109,6 @@ def rewarded(row: Change | Unseen) -> Change:
 
 AS_KTO = Unseen("handed to the class that it is derived from, which does with it what it does there")
 AS_GRPO = Unseen("handed to OnPolicyModule, which does with it what it does for GRPOModule")
-JSD: dict[str, Any] = {"divergence": "jsd"}
 PPO: dict[str, Change | Unseen] = {
     "critic": Change("@other", built=True),
     "critic_lr": Change(1e-3, built=True),
@@ -130,8 +129,6 @@ TABLE: dict[type, tuple[str, Rows]] = {
         | {
             "loss_type": Change("ipo"),
             "divergence": Change("forward_kl"),
-            "divergence_alpha": Change(0.2, given={"divergence": "alpha"}),
-            "discopop_temperature": Change(0.5, given={"loss_type": "discopop"}),
             "ld_alpha": Change(0.1),
             "use_weighting": Change(True),
             "reference_free": Change(True),
@@ -173,7 +170,6 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "teacher": Change("@model"),
             "divergence": Change("reverse_kl"),
             "temperature": Change(3.0),
-            "teacher_weight": Change(0.2, given=JSD),
             "distillation_coef": Change(0.4),
             "top_k": Change(3),
             "remainder": Change("renormalize", given={"top_k": 3}),

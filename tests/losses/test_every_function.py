@@ -61,7 +61,7 @@ def cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-AS_GIVEN = {"best_and_worst", "clipped_surrogate", "divergence_score", "kto_kl_estimate", "rejected_values", "select"}
+AS_GIVEN = {"best_and_worst", "clipped_surrogate", "kto_kl_estimate", "rejected_values", "select"}
 """Steps of others, which have widened what they give them, and choices of rows."""
 AS_GIVEN |= {"masked_mean", "masked_sum"}
 IN_HALF = {"linear_logprobs"}
@@ -226,8 +226,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dpo_loss", {"nll_coef": 1.0}, "give chosen_lengths"),
     ("dpo_loss", {"divergence": "tv"}, "divergence must be a function or one of"),
     ("dpo_loss", {"divergence": "js", "loss_type": "apo_zero"}, "'reverse_kl' only"),
-    ("dpo_loss", {"divergence_alpha": 0.3}, "divergence_alpha=0.3 belongs to divergence 'alpha'"),
-    ("dpo_loss", {"discopop_temperature": 0.1}, "discopop_temperature=0.1 belongs to 'discopop'"),
     ("dpo_loss", {"weights": ZEROS(4), "loss_type": "aot"}, "sort the batch"),
     ("dpo_loss", {"mask": ZEROS(4), "loss_type": "aot_unpaired"}, "sort the batch"),
     ("dpo_loss", {"weights": ZEROS(2)}, "same shape"),
@@ -258,7 +256,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("process_reward_loss", {"logits": ZEROS(4, 5, 5), "labels": ZEROS(4, 5)}, "class 0 of 2"),
     # teachers and the output layer
     ("distillation_loss", {"temperature": 0.0}, "temperature must be positive"),
-    ("distillation_loss", {"teacher_weight": 1.0}, "teacher_weight must lie"),
     ("distillation_loss", {"top_k": 0}, "top_k must lie"),
     ("distillation_loss", {"top_k": 8}, "top_k must lie"),
     ("distillation_loss", {"remainder": "drop"}, "remainder must be"),

@@ -10,6 +10,7 @@ tokens, ``ε`` label smoothing.
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -20,69 +21,51 @@ from torch import Tensor
 from rlhfkit.losses.aggregation import LossOutput, aggregate, check_same_shape, full_precision, masked_mean, select
 
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
-"""f-divergences; see :func:`divergence_score`."""
+"""Names of :data:`DIVERGENCES`."""
 
 _MAX_EXPONENT = 80.0  # e^80 is 5.5e34: differences of two such scores stay finite in float32
 
 
-def _reverse_kl(logratio: Tensor, alpha: float) -> Tensor:
+def reverse_kl(logratio: Tensor) -> Tensor:
+    """``Δ``. Reverse KL, the divergence of DPO (arXiv:2305.18290)."""
     return logratio
 
 
-def _forward_kl(logratio: Tensor, alpha: float) -> Tensor:
+def forward_kl(logratio: Tensor) -> Tensor:
+    """``1 - e^-Δ``. Forward KL, mass covering (arXiv:2309.16240)."""
     return -torch.expm1((-logratio).clamp(max=_MAX_EXPONENT))
 
 
-def _jensen_shannon(logratio: Tensor, alpha: float) -> Tensor:
+def jensen_shannon(logratio: Tensor) -> Tensor:
+    """``log 2 + log σ(Δ)``. Jensen–Shannon, bounded above (arXiv:2309.16240)."""
     return math.log(2.0) + F.logsigmoid(logratio)
 
 
-def _alpha(logratio: Tensor, alpha: float) -> Tensor:
-    if alpha == 1.0:
-        return logratio
-    return torch.expm1(((alpha - 1.0) * logratio).clamp(max=_MAX_EXPONENT)) / (alpha - 1.0)
-
-
-_SCORES: Mapping[str, Callable[[Tensor, float], Tensor]] = MappingProxyType(
-    {"reverse_kl": _reverse_kl, "forward_kl": _forward_kl, "js": _jensen_shannon, "alpha": _alpha}
-)
-
-
-def divergence_score(
-    logratio: Tensor, divergence: Divergence | Callable[[Tensor], Tensor] = "reverse_kl", *, alpha: float = 0.5
-) -> Tensor:
-    """Score of an answer under an f-divergence, as a function of ``Δ = log π(y|x) - log π_ref(y|x)``.
-
-    ==============  ==============================  =============================================
-    divergence      score ``s(Δ)``                  note
-    ==============  ==============================  =============================================
-    ``reverse_kl``  ``Δ``                           DPO
-    ``forward_kl``  ``1 - e^-Δ``                    mass covering
-    ``js``          ``log 2 + log σ(Δ)``            bounded above
-    ``alpha``       ``(e^((α-1)Δ) - 1) / (α - 1)``  ``α → 1`` is reverse KL, ``α = 0`` forward KL
-    ==============  ==============================  =============================================
-
-    f-DPO, Wang et al. (2023, arXiv:2309.16240): the implicit reward is ``β f'(u)`` of ``u = π / π_ref``, up to
-    constants, chosen here such that the score of ratio 1 is 0. The paper's α is ``1 - alpha``; this parametrisation is
-    TRL's. Exponents are clamped at 80, beyond which float32 would overflow; TRL clamps only ``alpha``, and fails in
-    float64 (1.16.0: KeyError in its table of limits).
+@dataclass(frozen=True)
+class AlphaDivergence:
+    """``(e^((α-1)Δ) - 1) / (α - 1)``. ``α → 1`` is reverse KL, 0 forward KL (arXiv:2309.16240).
 
     Args:
-        logratio: Δ, any shape.
-        divergence: One of the four, or a function of Δ.
-        alpha: α of ``divergence="alpha"``; 0.5 is TRL's default. Others ignore it.
-
-    Returns:
-        Scores of the shape of ``logratio``.
-
-    Raises:
-        ValueError: If the name is unknown.
+        alpha: α; 0.5 is TRL's default. The paper's is ``1 - alpha``.
     """
-    if callable(divergence):
-        return divergence(logratio)
-    if divergence not in _SCORES:
-        raise ValueError(f"divergence must be a function or one of {', '.join(_SCORES)}, got {divergence!r}")
-    return _SCORES[divergence](logratio, alpha)
+
+    alpha: float = 0.5
+
+    def __call__(self, logratio: Tensor) -> Tensor:
+        """Scores of the shape of ``logratio``."""
+        if self.alpha == 1.0:
+            return logratio
+        return torch.expm1(((self.alpha - 1.0) * logratio).clamp(max=_MAX_EXPONENT)) / (self.alpha - 1.0)
+
+
+DIVERGENCES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "js": jensen_shannon, "alpha": AlphaDivergence()}
+)
+"""Scores ``s(Δ)`` of an answer under an f-divergence, of the shape of ``Δ = log π(y|x) - log π_ref(y|x)``.
+
+f-DPO, Wang et al. (2023, arXiv:2309.16240): the implicit reward is ``β f'(u)`` of ``u = π / π_ref``, up to constants,
+chosen here such that the score of ratio 1 is 0. Exponents are clamped at 80, beyond which float32 would overflow; TRL
+clamps only ``alpha``, and fails in float64 (1.16.0: KeyError in its table of limits)."""
 
 
 class PreferencePairs(NamedTuple):
@@ -100,7 +83,6 @@ class PreferencePairs(NamedTuple):
         mean_chosen_length: Scalar, mean tokens of a chosen answer over the optimizer step.
         beta: β.
         label_smoothing: ε, the probability that a label is wrong.
-        discopop_temperature: τ of the DiscoPOP loss.
     """
 
     chosen: Tensor
@@ -114,7 +96,6 @@ class PreferencePairs(NamedTuple):
     mean_chosen_length: Tensor | float | None = None
     beta: float = 0.1
     label_smoothing: float = 0.0
-    discopop_temperature: float = 0.05
 
     @property
     def chosen_logratio(self) -> Tensor:
@@ -233,13 +214,30 @@ def apo_down(pairs: PreferencePairs) -> Tensor:
     return torch.sigmoid(pairs.beta * chosen) + torch.sigmoid(-pairs.beta * (chosen - rejected))
 
 
-def discopop(pairs: PreferencePairs) -> Tensor:
-    """``(1-m) (-log σ(z)) + m e^-z`` with ``z = βh``, ``m = σ(z/τ)``. DiscoPOP (arXiv:2406.08414)."""
-    logits = pairs.beta * pairs.margin
-    modulation = logits / pairs.discopop_temperature
-    logistic = torch.sigmoid(-modulation) * -F.logsigmoid(logits)
-    # m e^-z as one exponential: for z far below 0 the factors, which TRL multiplies, are 0 and infinity.
-    return logistic + torch.exp(F.logsigmoid(modulation) - logits)
+@dataclass(frozen=True)
+class DiscoPOP:
+    """``(1-m) (-log σ(z)) + m e^-z`` with ``z = βh``, ``m = σ(z/τ)``. DiscoPOP (arXiv:2406.08414).
+
+    Args:
+        temperature: τ; 0.05 as in the paper and TRL.
+
+    Raises:
+        ValueError: If it is not positive.
+    """
+
+    temperature: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0.0:
+            raise ValueError(f"DiscoPOP.temperature must be positive, got {self.temperature}")
+
+    def __call__(self, pairs: PreferencePairs) -> Tensor:
+        """(B,) losses of the pairs."""
+        logits = pairs.beta * pairs.margin
+        modulation = logits / self.temperature
+        logistic = torch.sigmoid(-modulation) * -F.logsigmoid(logits)
+        # m e^-z as one exponential: for z far below 0 the factors, which TRL multiplies, are 0 and infinity.
+        return logistic + torch.exp(F.logsigmoid(modulation) - logits)
 
 
 def sft(pairs: PreferencePairs) -> Tensor:
@@ -257,9 +255,10 @@ PAIR_LOSSES: Mapping[str, PairLoss] = MappingProxyType(
         loss.__name__: loss
         for loss in (
             *(sigmoid, sigmoid_norm, hinge, ipo, ipo_sum, exo_pair, nca_pair, robust, bco_pair, sppo_hard),
-            *(aot, aot_unpaired, apo_zero, apo_down, discopop, sft),
+            *(aot, aot_unpaired, apo_zero, apo_down, sft),
         )
     }
+    | {"discopop": DiscoPOP()}
 )
 """The named per-pair losses: TRL's fifteen and ``ipo_sum``."""
 
@@ -282,8 +281,6 @@ def dpo_loss(
     loss_type: LossTypes = "sigmoid",
     label_smoothing: float = 0.0,
     divergence: Divergence | Callable[[Tensor], Tensor] = "reverse_kl",
-    divergence_alpha: float = 0.5,
-    discopop_temperature: float = 0.05,
     chosen_lengths: Tensor | None = None,
     rejected_lengths: Tensor | None = None,
     mean_chosen_length: Tensor | float | None = None,
@@ -310,12 +307,12 @@ def dpo_loss(
             ``sigmoid_norm`` (Tülu 3: 5).
         loss_type: A name from ``PAIR_LOSSES``, a function of :class:`PreferencePairs` returning (B,), or a mapping of
             those to weights ``c_k``, e.g. ``{"sigmoid": 1.0, "sft": 0.5}``. ``ipo`` is TRL's (means over tokens),
-            ``ipo_sum`` OpenRLHF's (sums).
+            ``ipo_sum`` OpenRLHF's (sums). ``DiscoPOP(0.1)`` is ``discopop`` with another
+            temperature.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong; ``sigmoid`` with ε > 0 is conservative
             DPO. Needed by ``exo_pair`` (TRL: 1e-3).
-        divergence: Regulariser of f-DPO, see :func:`divergence_score`; or a function of Δ.
-        divergence_alpha: α of ``divergence="alpha"`` (TRL's default), and only of it.
-        discopop_temperature: τ of ``discopop``, or of a function that reads it; 0.05 as in its paper.
+        divergence: Regulariser of f-DPO, a name from :data:`DIVERGENCES` or a function of Δ, such as
+            ``AlphaDivergence(0.3)``.
         chosen_lengths: (B,) completion tokens of the chosen answers; needed by ``ipo``, ``sigmoid_norm``, ``sft`` and
             ``nll_coef``.
         rejected_lengths: (B,) the same for the rejected answers; needed by ``ipo`` and ``sigmoid_norm``.
@@ -342,7 +339,7 @@ def dpo_loss(
     _check_arguments(
         mixture, beta, label_smoothing, divergence, sorted_needs_all=weights is not None or mask is not None
     )
-    _check_belonging(mixture, divergence, divergence_alpha, discopop_temperature)
+    score = divergence if callable(divergence) else DIVERGENCES[divergence]
     keep = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
 
     def prepare(values: Tensor) -> Tensor:
@@ -360,14 +357,13 @@ def dpo_loss(
         rejected=policy_rejected,
         ref_chosen=reference_chosen,
         ref_rejected=reference_rejected,
-        chosen_score=divergence_score(policy_chosen - reference_chosen, divergence, alpha=divergence_alpha),
-        rejected_score=divergence_score(policy_rejected - reference_rejected, divergence, alpha=divergence_alpha),
+        chosen_score=score(policy_chosen - reference_chosen),
+        rejected_score=score(policy_rejected - reference_rejected),
         chosen_lengths=chosen_lengths,
         rejected_lengths=None if rejected_lengths is None else select(rejected_lengths, keep, fill=1),
         mean_chosen_length=mean_chosen_length,
         beta=beta,
         label_smoothing=label_smoothing,
-        discopop_temperature=discopop_temperature,
     )
     losses = torch.zeros_like(policy_chosen)
     for pair_loss, coefficient in mixture.items():
@@ -449,6 +445,8 @@ def _check_arguments(
         raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
     if label_smoothing > 0.0 and not custom and not USES_LABEL_SMOOTHING.intersection(names):
         raise ValueError(f"label_smoothing has no effect on {names}; it belongs to {sorted(USES_LABEL_SMOOTHING)}")
+    if not callable(divergence) and divergence not in DIVERGENCES:
+        raise ValueError(f"divergence must be a function or one of {', '.join(DIVERGENCES)}, got {divergence!r}")
     if divergence != "reverse_kl" and (fixed := IGNORES_DIVERGENCE.intersection(names)):
         raise ValueError(f"loss types {sorted(fixed)} are defined for divergence 'reverse_kl' only, got {divergence!r}")
     if sorted_needs_all and SORTS_THE_BATCH.intersection(names):
@@ -456,21 +454,6 @@ def _check_arguments(
             "'aot' and 'aot_unpaired' sort the batch, so weights and mask have no meaning with them: take another "
             "loss_type, or leave both out"
         )
-
-
-def _check_belonging(
-    mixture: Mapping[str | PairLoss, float],
-    divergence: Divergence | Callable[[Tensor], Tensor],
-    alpha: float,
-    temperature: float,
-) -> None:
-    """Refuse a parameter of one divergence, or of one loss, beside another."""
-    if alpha != 0.5 and divergence != "alpha":
-        raise ValueError(f"divergence_alpha={alpha} belongs to divergence 'alpha', got divergence={divergence!r}")
-    if not temperature > 0.0:
-        raise ValueError(f"discopop_temperature must be positive, got {temperature}")
-    if temperature != 0.05 and "discopop" not in mixture and all(isinstance(name, str) for name in mixture):
-        raise ValueError(f"discopop_temperature={temperature} belongs to 'discopop', got loss_type {list(mixture)}")
 
 
 # ---------------------------------------------------------------------- log-probs and weights of answers

@@ -73,7 +73,7 @@ class OnPolicyDistillationModule(OnPolicyModule):
         teacher: str | ModelPool | ServedModel | Mapping[str, str] | None = None,
         *,
         lr: float = 1e-6,
-        divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | None = None,
+        divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | Mapping[str, Any] | None = None,
         reward_coef: float = 0.0,
         kl_coef: float = 0.0,
         advantages: GivenAdvantages | None = None,

@@ -17,8 +17,15 @@ from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.losses import Aggregation, LossOutput, gspo_loss, luspo_loss, rloo_loss
 from rlhfkit.losses.policy.sequence import check_advantages_of_sequences
 from rlhfkit.modules.on_policy.ranks import inner_function
-from rlhfkit.parts import Part, arguments_of, overriding, part_name, plain_value
-from rlhfkit.validation import check_integer, check_number, function_name, resolve_function
+from rlhfkit.parts import Part, arguments_of, overriding, part_name, plain_function
+from rlhfkit.validation import (
+    check_integer,
+    check_number,
+    function_name,
+    named_function,
+    resolve_function,
+    with_arguments,
+)
 
 
 def bound_arguments(function: Callable[..., Any]) -> set[str]:
@@ -31,7 +38,7 @@ def bound_arguments(function: Callable[..., Any]) -> set[str]:
 
 
 GivenAdvantages = str | Mapping[str, Any] | Callable[..., Tensor]
-"""A function, its name, or as in YAML ``{class_path: ..., init_args: ...}`` of a function or class with arguments."""
+"""A function, see :data:`~rlhfkit.validation.GivenFunction`."""
 
 
 class AdvantageFunction:
@@ -59,23 +66,14 @@ class AdvantageFunction:
     """
 
     def __init__(self, function: GivenAdvantages, arguments: Mapping[str, Any] | None = None) -> None:
-        if isinstance(function, Mapping):  # as in YAML
-            arguments = {**(arguments or {}), **(function.get("init_args") or {})}
-            function = cast(str, function["class_path"])
-        found = resolve_function(function, "advantages", home="rlhfkit.losses")
         self.named: Any
         """Function or class, without the arguments."""
-        self.named, self.arguments = found, dict(arguments or {})
+        self.named, own = named_function(function, "advantages", home="rlhfkit.losses")
+        self.arguments = {**(arguments or {}), **own}
         """Arguments that the function is called with, or the class is made with."""
-        if isinstance(found, type):
-            found = found(**self.arguments)
-        elif self.arguments:
-            found = functools.partial(found, **self.arguments)
-        elif isinstance(found, functools.partial) and not found.args:
-            self.named, self.arguments = found.func, found.keywords
-        elif not hasattr(found, "__name__") and not isinstance(found, functools.partial):  # an object with __call__
-            self.named, self.arguments = type(found), arguments_of(found)
-        self.function: Callable[..., Any] = found
+        self.function: Callable[..., Any] = with_arguments(self.named, self.arguments)
+        if not hasattr(self.named, "__name__") and not isinstance(self.named, functools.partial):  # with __call__
+            self.named, self.arguments = type(self.named), arguments_of(self.named)
         self.name = function_name(self.named)
         """Dotted name."""
         parameters = inspect.signature(self.function).parameters.values()
@@ -105,11 +103,7 @@ class AdvantageFunction:
 
     def plain(self) -> str | dict[str, Any]:
         """Its name, and with arguments ``{"class_path": ..., "init_args": ...}``, for checkpoints."""
-        try:
-            values = {name: plain_value(value, f"advantages.{name}") for name, value in self.arguments.items()}
-        except TypeError as error:
-            return f"<{self.name} with arguments, {error}: not importable>"  # which loading it again names
-        return {"class_path": self.name, "init_args": values} if values else self.name
+        return plain_function(self.named, self.arguments, "advantages")
 
     def estimate(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
         """(N,) advantages from rewards (N,), NaN where missing, group ids (N,) int64 and lengths (N,) in tokens."""

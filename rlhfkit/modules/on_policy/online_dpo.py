@@ -8,11 +8,11 @@ import torch
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, dpo_loss, sequence_logprobs, weighted_metric
-from rlhfkit.losses.preference.dpo import LossTypes, pair_partners, rejected_values
+from rlhfkit.losses.preference.dpo import pair_partners, rejected_values
 from rlhfkit.models import LoRA, ModelLoading, PolicyOutput
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.optim import Optimization
-from rlhfkit.modules.preference.dpo import imported_losses, named_losses
+from rlhfkit.modules.preference.dpo import GivenLosses, imported_divergence, imported_losses, named_losses
 from rlhfkit.parts import GivenPart, plain_value
 from rlhfkit.validation import check_number
 
@@ -65,7 +65,7 @@ class OnlineDPOModule(OnPolicyModule):
         *,
         lr: float = 5e-7,
         beta: float = 0.1,
-        loss_type: LossTypes = "sigmoid",
+        loss_type: GivenLosses = "sigmoid",
         loss_arguments: Mapping[str, Any] | None = None,
         nll_coef: float = 0.0,
         optimization: Optimization | None = None,
@@ -82,6 +82,8 @@ class OnlineDPOModule(OnPolicyModule):
         self.own_parts = [Reference()]
         super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         self.loss_type, self.loss_arguments = imported_losses(loss_type), {**(loss_arguments or {})}
+        if "divergence" in self.loss_arguments:
+            self.loss_arguments["divergence"] = imported_divergence(self.loss_arguments["divergence"])
         self.beta, self.nll_coef = beta, nll_coef
         self.keep_plain(
             loss_type=named_losses(self.loss_type), loss_arguments=plain_value(self.loss_arguments, "loss_arguments")

@@ -189,10 +189,9 @@ class DivergenceLoss(Part):
     of the policy loss. A subclass overrides :meth:`compare` and :meth:`compare_likeliest` for another objective.
 
     Args:
-        divergence: ``forward_kl``, ``reverse_kl``, ``jsd``, a function of the log-probs of student and teacher, or its
-            dotted name; see :func:`~rlhfkit.losses.distillation_loss`.
+        divergence: ``forward_kl``, ``reverse_kl``, ``jsd``, a function of the log-probs of student and teacher, such as
+            ``JensenShannon(0.1)``, or its dotted name; see :func:`~rlhfkit.losses.distillation_loss`.
         coef: Weight.
-        teacher_weight: w of ``jsd``; 0.5 as in TRL's GKD.
         top_k: Compare the teacher's K likeliest tokens only, which a teacher elsewhere needs; ``None``: all.
         remainder: Treatment of the other tokens: ``bucket`` makes them one category, ``renormalize`` leaves them out.
         chunk_size: Sampled tokens whose logits exist at a time; changes memory and speed only.
@@ -204,19 +203,16 @@ class DivergenceLoss(Part):
 
     def __init__(
         self,
-        divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str,
+        divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | Mapping[str, Any],
         coef: float = 1.0,
         *,
-        teacher_weight: float = 0.5,
         top_k: int | None = None,
         remainder: Remainder = "bucket",
         chunk_size: int = 1024,
     ) -> None:
         check_number("DivergenceLoss.coef", coef, above=0)
-        self.divergence = checked_divergence(
-            divergence, teacher_weight=teacher_weight, top_k=top_k, remainder=remainder, chunk_size=chunk_size
-        )
-        self.coef, self.teacher_weight, self.top_k = coef, teacher_weight, top_k
+        self.divergence = checked_divergence(divergence, top_k=top_k, remainder=remainder, chunk_size=chunk_size)
+        self.coef, self.top_k = coef, top_k
         self.remainder: Remainder = remainder
         self.chunk_size = chunk_size
         rows = torch.zeros(1, max(top_k or 0, 2))
@@ -312,7 +308,6 @@ class DivergenceLoss(Part):
             torch.ones(1, len(student), dtype=torch.bool, device=student.device),
             divergence=self.divergence,
             temperature=temperature,
-            teacher_weight=self.teacher_weight,
             top_k=self.top_k,
             remainder=self.remainder,
         )[0]
@@ -332,7 +327,6 @@ class DivergenceLoss(Part):
             teacher.masked_fill(~known, -torch.inf)[None],
             torch.ones(1, len(student), dtype=torch.bool, device=student.device),
             divergence=self.divergence,
-            teacher_weight=self.teacher_weight,
             teacher_ids=ids.where(known, 0)[None],
             remainder=self.remainder,
         )[0]

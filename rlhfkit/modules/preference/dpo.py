@@ -1,25 +1,24 @@
 """``DPOModule``: direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290) and its variants."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rlhfkit.data.formats import PreferenceBatch
-from rlhfkit.losses import (
-    LossOutput,
-    dpo_loss,
-    length_desensitized_logprobs,
-    wpo_weights,
-)
-from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
+from rlhfkit.losses import LossOutput, dpo_loss, length_desensitized_logprobs, wpo_weights
+from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, PairLoss
 from rlhfkit.models import LoRA, ModelLoading, PolicyOutput, policy_output
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.preference.base import PreferenceModule, reference_of, reference_part
-from rlhfkit.parts import GivenPart
-from rlhfkit.validation import check_number, function_name, resolve_function
+from rlhfkit.parts import GivenPart, plain_value
+from rlhfkit.validation import GivenFunction, check_number, function_name, function_or_name
+
+GivenLosses = str | Mapping[str, Any] | PairLoss | Mapping[PairLoss, float] | Mapping[str | PairLoss, float]
+"""The losses of :func:`~rlhfkit.losses.dpo_loss`, or a function as :data:`~rlhfkit.validation.GivenFunction`."""
+_HOME = "rlhfkit.losses.preference.dpo"
 
 
 class DPOModule(PreferenceModule):
@@ -39,11 +38,12 @@ class DPOModule(PreferenceModule):
         beta: β, strength of the regularization towards the reference; 0.1 as in the paper, TRL and OpenRLHF.
         loss_type: A name from :data:`~rlhfkit.losses.preference.dpo.PAIR_LOSSES`, a function or its dotted name, or a
             mapping of those to weights (TRL's ``loss_weights``). ``aot`` and ``aot_unpaired`` sort the pairs of a
-            micro-batch and so depend on its size.
+            micro-batch and so depend on its size. :class:`~rlhfkit.losses.preference.dpo.DiscoPOP` is such a function,
+            with an argument: in YAML ``{class_path: ..., init_args: {temperature: 0.1}}``.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
-        divergence: Divergence of f-DPO (TRL's ``f_divergence_type``), see :func:`~rlhfkit.losses.divergence_score`.
-        divergence_alpha: α of ``divergence="alpha"``.
-        discopop_temperature: τ of ``discopop``.
+        divergence: Divergence of f-DPO (TRL's ``f_divergence_type``): a name from
+            :data:`~rlhfkit.losses.preference.dpo.DIVERGENCES`, or a function of ``log π(y|x) - log π_ref(y|x)``,
+            such as :class:`~rlhfkit.losses.preference.dpo.AlphaDivergence`.
         nll_coef: Weight of the negative log-likelihood per token of each chosen answer (iterative RPO; OpenRLHF's
             ``nll_loss_coef``).
         ld_alpha: Weight, in [0, 1], of an answer's tokens beyond the length of the shorter answer (LD-DPO, Liu et al.,
@@ -71,11 +71,9 @@ class DPOModule(PreferenceModule):
         *,
         lr: float = 1e-6,
         beta: float = 0.1,
-        loss_type: LossTypes = "sigmoid",
+        loss_type: GivenLosses = "sigmoid",
         label_smoothing: float = 0.0,
-        divergence: Divergence = "reverse_kl",
-        divergence_alpha: float = 0.5,
-        discopop_temperature: float = 0.05,
+        divergence: Divergence | Mapping[str, Any] | Callable[[Tensor], Tensor] = "reverse_kl",
         nll_coef: float = 0.0,
         ld_alpha: float | None = None,
         use_weighting: bool = False,
@@ -93,12 +91,10 @@ class DPOModule(PreferenceModule):
         super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         check_number("beta", beta, above=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
-        check_number("divergence_alpha", divergence_alpha)
-        check_number("discopop_temperature", discopop_temperature, above=0)
         check_number("nll_coef", nll_coef, minimum=0)
         check_number("ld_alpha", ld_alpha, minimum=0, maximum=1, optional=True)
         losses = imported_losses(loss_type)
-        self.keep_plain(loss_type=named_losses(losses))
+        self.keep_plain(loss_type=named_losses(losses), divergence=plain_value(divergence, "divergence"))
         self.ref_model_name = ref_model
         self.precompute_ref_log_probs = precompute_ref_log_probs
         self.ld_alpha = ld_alpha
@@ -111,9 +107,7 @@ class DPOModule(PreferenceModule):
             beta=beta,
             loss_type=losses,
             label_smoothing=label_smoothing,
-            divergence=divergence,
-            divergence_alpha=divergence_alpha,
-            discopop_temperature=discopop_temperature,
+            divergence=imported_divergence(divergence),
             nll_coef=nll_coef,
             reference_free=reference_free,
         )
@@ -187,22 +181,30 @@ class DPOModule(PreferenceModule):
         }
 
 
-def imported_losses(loss_type: LossTypes) -> dict[Any, float]:
+def imported_losses(loss_type: GivenLosses) -> dict[Any, float]:
     """Losses of pairs and their weights; those of dotted names are imported, rlhfkit's own stay names.
 
     Raises:
         ValueError: If a weight is no number, or a name cannot be imported.
     """
-    mixture = loss_type if isinstance(loss_type, Mapping) else {loss_type: 1.0}
-    for name, weight in mixture.items():
+    if not isinstance(loss_type, Mapping) or "class_path" in loss_type:
+        return {function_or_name(cast(GivenFunction, loss_type), "loss_type", home=_HOME): 1.0}
+    for name, weight in loss_type.items():
         check_number(f"the weight of loss_type {name!r}", weight)
-    dotted = {name: isinstance(name, str) and ("." in name or name.startswith("<")) for name in mixture}
     return {
-        resolve_function(cast(Any, name), "loss_type") if dotted[name] else name: float(weight)
-        for name, weight in mixture.items()
+        function_or_name(cast(GivenFunction, name), "loss_type", home=_HOME): float(weight)
+        for name, weight in loss_type.items()
     }
 
 
-def named_losses(losses: Mapping[Any, float]) -> dict[str, float]:
-    """The same by name, for checkpoints."""
-    return {name if isinstance(name, str) else function_name(name): weight for name, weight in losses.items()}
+def imported_divergence(divergence: GivenFunction) -> Any:
+    """A divergence, imported as :func:`imported_losses` does."""
+    return function_or_name(divergence, "divergence", home=_HOME)
+
+
+def named_losses(losses: Mapping[Any, float]) -> dict[str, Any]:
+    """The same in plain values, for checkpoints; of several, those with arguments of their own cannot be made again."""
+    only, *_ = [plain_value(one, "loss_type") for one in losses]
+    if isinstance(only, dict) and [*losses.values()] == [1.0]:
+        return only
+    return {one if isinstance(one, str) else function_name(one): weight for one, weight in losses.items()}

@@ -1,7 +1,7 @@
 """``DistillationModule``: train a student on the next-token distributions of a teacher (Hinton et al., 2015)."""
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,10 @@ class DistillationModule(PolicyModule):
         teacher: Folder or hub name of the teacher. A :class:`~rlhfkit.roles.ServedModel`: a teacher behind
             ``vllm serve``, whose K likeliest tokens are computed before training; with ``precompute_teacher`` only.
         lr: Peak learning rate (5e-6: that of :class:`SFTModule`).
-        divergence: ``forward_kl``, ``reverse_kl``, ``jsd``, a function of the log-probs of student and teacher, or its
-            dotted name; see :func:`~rlhfkit.losses.distillation_loss`.
+        divergence: ``forward_kl``, ``reverse_kl``, ``jsd``, a function of the log-probs of student and teacher, such as
+            ``JensenShannon(0.1)`` of :mod:`rlhfkit.losses.distillation` (TRL's β of GKD), or its dotted name; see
+            :func:`~rlhfkit.losses.distillation_loss`.
         temperature: τ, divides the logits of both; 1 as in GKD and TRL.
-        teacher_weight: Weight of the teacher in ``jsd``; 0.5 as in TRL's GKD (its β).
         distillation_coef: c in [0, 1]; 1 leaves the cross-entropy out (OpenRLHF's ``kd_coef`` is 0.4).
         top_k: Compare only the teacher's K likeliest tokens; ``None``: all.
         remainder: Treatment of the other tokens: ``bucket`` makes them one category, ``renormalize`` leaves them out.
@@ -64,9 +64,8 @@ class DistillationModule(PolicyModule):
         teacher: str | ServedModel,
         *,
         lr: float = 5e-6,
-        divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str = "forward_kl",
+        divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | Mapping[str, Any] = "forward_kl",
         temperature: float = 1.0,
-        teacher_weight: float = 0.5,
         distillation_coef: float = 1.0,
         top_k: int | None = None,
         remainder: Remainder = "bucket",
@@ -90,11 +89,8 @@ class DistillationModule(PolicyModule):
         self.teacher_name = str(teacher) if self.served_teacher is None else self.served_teacher.model
         if self.served_teacher is not None:
             self.keep_plain(teacher=self.served_teacher.plain())
-        self.divergence = checked_divergence(
-            divergence, teacher_weight=teacher_weight, top_k=top_k, remainder=remainder, chunk_size=chunk_size
-        )
+        self.divergence = checked_divergence(divergence, top_k=top_k, remainder=remainder, chunk_size=chunk_size)
         self.temperature = temperature
-        self.teacher_weight = teacher_weight
         self.distillation_coef = distillation_coef
         self.top_k = top_k
         self.remainder: Remainder = remainder
@@ -148,7 +144,6 @@ class DistillationModule(PolicyModule):
             mask,
             divergence=self.divergence,
             temperature=self.temperature,
-            teacher_weight=self.teacher_weight,
             top_k=self.top_k if ids is None else None,
             teacher_ids=None if ids is None else ids[None],
             remainder=self.remainder,

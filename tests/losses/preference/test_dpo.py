@@ -10,13 +10,20 @@ import torch
 
 from rlhfkit.losses import (
     PreferencePairs,
-    divergence_score,
     dpo_loss,
     length_desensitized_logprobs,
     sequence_logprobs,
     wpo_weights,
 )
-from rlhfkit.losses.preference.dpo import PAIR_LOSSES, best_and_worst, pair_partners, rejected_values
+from rlhfkit.losses.preference.dpo import (
+    DIVERGENCES,
+    PAIR_LOSSES,
+    AlphaDivergence,
+    best_and_worst,
+    forward_kl,
+    pair_partners,
+    rejected_values,
+)
 
 GOLDEN_FOLDER = Path(__file__).parents[2] / "golden"
 OPENRLHF = json.loads((GOLDEN_FOLDER / "openrlhf.json").read_text())["dpo"]
@@ -124,7 +131,7 @@ def test_weights_scale_pairs_and_carry_no_gradient():
 @pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "js", "alpha"])
 def test_divergence_scores_are_zero_at_one_and_increase(divergence):
     logratio = torch.linspace(-5, 5, 41, dtype=torch.float64, requires_grad=True)
-    score = divergence_score(logratio, divergence)
+    score = DIVERGENCES[divergence](logratio)
     assert score[20].item() == pytest.approx(0.0, abs=1e-15)
     assert (score.diff() > 0).all()
     # f'(u) of the paper up to constants: d/dΔ of ln u, -1/u, ln(2u/(1+u)) and -(u^-a - 1)/a with a = 1 - alpha
@@ -135,14 +142,18 @@ def test_divergence_scores_are_zero_at_one_and_increase(divergence):
 
 def test_alpha_divergence_joins_its_neighbours_and_stays_finite():
     logratio = torch.linspace(-3, 3, 13, dtype=torch.float64)
-    torch.testing.assert_close(divergence_score(logratio, "alpha", alpha=0.0), divergence_score(logratio, "forward_kl"))
-    torch.testing.assert_close(divergence_score(logratio, "alpha", alpha=1.0), logratio)
-    near = divergence_score(logratio, "alpha", alpha=1.0 + 1e-9)
+    torch.testing.assert_close(AlphaDivergence(0.0)(logratio), forward_kl(logratio))
+    torch.testing.assert_close(AlphaDivergence(1.0)(logratio), logratio)
+    near = AlphaDivergence(1.0 + 1e-9)(logratio)
     torch.testing.assert_close(near, logratio, rtol=1e-6, atol=1e-8)
     far = torch.tensor([-1e4, 1e4])
     for name in ("forward_kl", "js", "alpha"):
-        assert divergence_score(far, name).isfinite().all()
-    assert divergence_score(far, torch.sin).equal(far.sin())
+        assert DIVERGENCES[name](far).isfinite().all()
+
+
+def test_a_divergence_can_be_a_function():
+    answers = pair_batch()[:4]
+    assert dpo_loss(*answers, divergence=AlphaDivergence()).loss == dpo_loss(*answers, divergence="alpha").loss
 
 
 def test_sequence_logprobs_sum_or_average_the_selected_tokens():

@@ -3,11 +3,13 @@
 Covers ``preference/base.py`` and ``parts/answer_reference.py``.
 """
 
+import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -19,7 +21,8 @@ from rlhfkit import DPOModule, PreferenceDataModule
 from rlhfkit.data import PreferenceBatch
 from rlhfkit.data.formats import collate_preferences
 from rlhfkit.datamodules.tokenization.mixture import Mixture
-from rlhfkit.losses import PreferencePairs
+from rlhfkit.losses import PreferencePairs, dpo_loss
+from rlhfkit.losses.preference.dpo import AlphaDivergence, DiscoPOP
 from rlhfkit.models import ModelLoading, PolicyOutput, load_causal_lm
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["dpo"]
@@ -167,16 +170,16 @@ class FromNumbers(DPOModule):
 
 def trl_arguments(args: dict[str, Any]) -> dict[str, Any]:
     """TRL's argument names and values in ours."""
-    renamed = {"f_divergence_type": "divergence", "f_alpha_divergence_coef": "divergence_alpha"}
-    renamed |= {"discopop_tau": "discopop_temperature"}
-    values = {"js_divergence": "js", "alpha_divergence": "alpha"}
-    weights = args.get("loss_weights", [1.0] * len(args["loss_type"]))
-    arguments = {
-        renamed.get(name, name): values.get(value, value) if isinstance(value, str) else value
-        for name, value in args.items()
-        if name != "loss_weights"
-    }
-    return arguments | {"loss_type": dict(zip(args["loss_type"], weights, strict=True))}
+    names = {"reverse_kl": "reverse_kl", "forward_kl": "forward_kl", "js_divergence": "js", "alpha_divergence": "alpha"}
+    arguments = {**args, "divergence": names[args.get("f_divergence_type", "reverse_kl")]}
+    if "f_alpha_divergence_coef" in args:
+        arguments["divergence"] = AlphaDivergence(args["f_alpha_divergence_coef"])
+    tempered = {"discopop": DiscoPOP(args["discopop_tau"])} if "discopop_tau" in args else {}
+    losses = [tempered.get(name, name) for name in args["loss_type"]]
+    weights = args.get("loss_weights", [1.0] * len(losses))
+    trls = ("f_divergence_type", "f_alpha_divergence_coef", "discopop_tau", "loss_weights")
+    arguments = {name: value for name, value in arguments.items() if name not in trls}
+    return arguments | {"loss_type": dict(zip(losses, weights, strict=True))}
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
@@ -239,6 +242,29 @@ def test_a_loss_can_be_a_function_and_is_remembered_by_name() -> None:
     name = f"{margin_halved.__module__}.margin_halved"
     assert dict(module.hparams["loss_type"]) == {name: 1.0}
     assert DPOModule("nobody", loss_type=name).loss_type == {margin_halved: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "given"),
+    [("divergence", "alpha", AlphaDivergence(0.3)), ("loss_type", "discopop", DiscoPOP(0.2))],
+)
+def test_a_function_with_arguments_of_its_own_is_given_in_yaml_and_remembered(
+    name: str, usual: str, given: Any
+) -> None:
+    path = f"rlhfkit.losses.preference.dpo.{type(given).__name__}"
+    plain = {"class_path": path, "init_args": dataclasses.asdict(given)}
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(DPOModule, "model")
+    in_yaml = parser.parse_string(json.dumps({"model": {"model": "anywhere", name: plain}}))
+    made = [DPOModule("anywhere", **{name: given}), parser.instantiate_classes(in_yaml).model]
+    made += [DPOModule(**module.hparams) for module in made]
+    chosen, rejected, zeros = torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -2.5]), torch.zeros(2)
+    expected = dpo_loss(chosen, rejected, zeros, zeros, **{name: given}).loss
+    assert expected != dpo_loss(chosen, rejected, zeros, zeros, **{name: usual}).loss
+    for module in made:
+        assert module.hparams[name] == plain
+        found = module._pair_loss(chosen=chosen, rejected=rejected, ref_chosen=zeros, ref_rejected=zeros)
+        assert found.loss == expected
 
 
 def test_a_micro_batch_without_pairs_trains_nothing(folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from modules import distillation_cases as cases
 from rlhfkit import DistillationModule, SFTDataModule
+from rlhfkit.losses.distillation import JensenShannon
 from rlhfkit.models import ModelLoading, load_causal_lm
 
 
@@ -47,7 +48,10 @@ def bucketed(student: Tensor, teacher: Tensor, _: Tensor) -> Tensor:
 REVERSE = {"divergence": "reverse_kl", "top_k": 5}
 LOSSES = {
     "forward_kl": ({}, forward_kl),
-    "mixed": ({"divergence": "jsd", "teacher_weight": 0.2, "temperature": 2.0, "distillation_coef": 0.3}, mixed),
+    "mixed": (
+        {"divergence": JensenShannon(0.2), "temperature": 2.0, "distillation_coef": 0.3},
+        mixed,
+    ),
     "top_k": (REVERSE, bucketed),
 }
 
