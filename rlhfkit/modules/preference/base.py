@@ -27,6 +27,20 @@ def reference_of(module: PolicyModule) -> Any:
     return next((part for part in module.parts if "ref_logprobs" in part.writes), None)
 
 
+def with_its_arguments(
+    module: PolicyModule, loss: Callable[..., LossOutput], example: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> Callable[..., LossOutput]:
+    """A loss with its own arguments, which become attributes of the module.
+
+    It is computed once of ``example``, what it is given beside them, so that bad arguments raise before training.
+    """
+    for name, value in arguments.items():
+        setattr(module, name, value)
+    made = partial(loss, **arguments)
+    made(**example)
+    return made
+
+
 class PreferenceModule(PolicyModule):
     """A policy that learns which of two answers is better; a subclass defines the :meth:`loss`.
 
@@ -90,11 +104,9 @@ class PreferenceModule(PolicyModule):
         Raises:
             ValueError: If the loss refuses an argument.
         """
-        for name, value in arguments.items():
-            setattr(self, name, value)
-        self._pair_loss = partial(pair_loss, **arguments)  # type: ignore[method-assign]
         zero, one = torch.zeros(1), torch.ones(1)
-        self._pair_loss(chosen=zero, rejected=zero, chosen_lengths=one, rejected_lengths=one, **(example or {}))
+        pair = {"chosen": zero, "rejected": zero, "chosen_lengths": one, "rejected_lengths": one, **(example or {})}
+        self._pair_loss = with_its_arguments(self, pair_loss, pair, arguments)  # type: ignore[method-assign]
         self.attach_parts()
 
     # ------------------------------------------------------------------ hooks

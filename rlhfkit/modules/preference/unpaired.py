@@ -1,6 +1,6 @@
 """Learning from single answers, each labelled desirable or not: ``KTOModule`` and ``BCOModule``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from rlhfkit.models.forward import unwrap
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.precompute import tables_of
-from rlhfkit.modules.preference.base import reference_of, reference_part
+from rlhfkit.modules.preference.base import reference_of, reference_part, with_its_arguments
 from rlhfkit.parts import GivenPart
 from rlhfkit.validation import check_number
 
@@ -28,14 +28,13 @@ ADVISED_RATIO = (1.0, 1.5)
 
 
 class UnpairedModule(PolicyModule):
-    """A policy that learns from single answers, each labelled desirable or not; a subclass defines the :meth:`loss`.
+    """A policy that learns from single answers, each labelled desirable or not; a subclass says by which loss.
+
+    Its constructor calls :meth:`learn_by`, or it overrides :meth:`loss`.
 
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate.
-        beta: β of the loss.
-        desirable_weight: λ_D, weight of the desirable answers.
-        undesirable_weight: λ_U, weight of the other answers.
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept,
             see :class:`~rlhfkit.modules.parts.answer_reference.PrecomputedReference`.
@@ -48,6 +47,9 @@ class UnpairedModule(PolicyModule):
         ValueError: If an argument is out of range.
     """
 
+    beta: float
+    desirable_weight: float
+    undesirable_weight: float
     kl: Tensor
     """() float32, reference point of the current optimizer step; 0 for losses without one."""
     has_reference_point = False
@@ -60,9 +62,6 @@ class UnpairedModule(PolicyModule):
         model: str,
         *,
         lr: float,
-        beta: float = 0.1,
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
         ref_model: str | None = None,
         precompute_ref_log_probs: bool = False,
         optimization: Optimization | None = None,
@@ -72,18 +71,27 @@ class UnpairedModule(PolicyModule):
     ) -> None:
         self.own_parts = [reference_part(ref_model, precompute=precompute_ref_log_probs)]
         super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
-        check_number("beta", beta, above=0)
-        check_number("desirable_weight", desirable_weight, minimum=0)
-        check_number("undesirable_weight", undesirable_weight, minimum=0)
-        self.beta = beta
-        self.desirable_weight = desirable_weight
-        self.undesirable_weight = undesirable_weight
         self.ref_model_name = ref_model
         self.precompute_ref_log_probs = precompute_ref_log_probs
         # A buffer, so that a checkpoint within an optimizer step contains it.
         self.register_buffer("kl", torch.zeros(()))
         self._validation_kl = torch.zeros(())
         self._sums = torch.zeros(6)
+
+    def learn_by(self, answer_loss: Callable[..., LossOutput], example: Mapping[str, Any], /, **arguments: Any) -> None:
+        """Set the loss, such as :func:`~rlhfkit.losses.kto_loss`; its arguments become attributes of the module.
+
+        ``example``: what it is given beside log-probs and labels, of one answer, to compute its loss before training.
+
+        Raises:
+            ValueError: If an argument is out of range.
+        """
+        check_number("beta", arguments["beta"], above=0)
+        for name in ("desirable_weight", "undesirable_weight"):
+            check_number(name, arguments[name], minimum=0)
+        zero = torch.zeros(1)
+        answer = {"logprobs": zero, "ref_logprobs": zero, "desirable": zero == 0, **example}
+        self._answer_loss = with_its_arguments(self, answer_loss, answer, arguments)  # type: ignore[method-assign]
         self.attach_parts()
 
     # ------------------------------------------------------------------ forward
@@ -127,9 +135,21 @@ class UnpairedModule(PolicyModule):
             batch: B labelled answers.
             logprobs: (B,) log-probs under the policy.
             ref_logprobs: (B,) log-probs under the reference model.
-            kl: Scalar, the reference point of the step.
+            kl: Scalar, the reference point of the step; 0 for losses without one.
         """
-        # Abstract by hand: a LightningModule is no abc.ABC.
+        arguments = self.answer_arguments(batch, kl)
+        return self._answer_loss(logprobs=logprobs, ref_logprobs=ref_logprobs, **arguments)
+
+    def answer_arguments(self, batch: UnpairedBatch, kl: Tensor) -> dict[str, Any]:
+        """Keyword arguments of the loss beside log-probs: labels, and the number of answers of the optimizer step."""
+        return {
+            "desirable": batch.desirable,
+            "mask": batch.loss_mask.any(-1),
+            "denominator": batch.sequence_denominator,
+        }
+
+    def _answer_loss(self, **arguments: Any) -> LossOutput:
+        # Abstract by hand: a LightningModule is no abc.ABC, and a subclass may override loss() instead.
         raise NotImplementedError(f"{type(self).__name__} has to define loss()")
 
     def _evaluated(self, batch: UnpairedBatch, logprobs: Tensor, kl: Tensor) -> LossOutput:
@@ -252,9 +272,6 @@ class KTOModule(UnpairedModule):
         super().__init__(
             model,
             lr=lr,
-            beta=beta,
-            desirable_weight=desirable_weight,
-            undesirable_weight=undesirable_weight,
             ref_model=ref_model,
             precompute_ref_log_probs=precompute_ref_log_probs,
             optimization=optimization,
@@ -262,37 +279,19 @@ class KTOModule(UnpairedModule):
             loading=loading,
             parts=parts,
         )
-        self.loss_type = loss_type
         self.has_reference_point = loss_type == "kto"
-        # Compute the loss of one answer, so that bad arguments raise before training.
-        self._kto_loss(torch.zeros(1), torch.zeros(1), torch.ones(1).bool(), self.kl)
-
-    def loss(self, batch: UnpairedBatch, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> LossOutput:
-        """The loss of one micro-batch; override it for another objective.
-
-        Args:
-            batch: B labelled answers.
-            logprobs: (B,) log-probs under the policy.
-            ref_logprobs: (B,) log-probs under the reference model.
-            kl: Scalar, the reference point of the step; not used by ``apo_zero_unpaired``.
-        """
-        mask, denominator = batch.loss_mask.any(-1), batch.sequence_denominator
-        return self._kto_loss(logprobs, ref_logprobs, batch.desirable, kl, mask=mask, denominator=denominator)
-
-    def _kto_loss(
-        self, logprobs: Tensor, ref_logprobs: Tensor, desirable: Tensor, kl: Tensor, **arguments: Any
-    ) -> LossOutput:
-        return kto_loss(
-            logprobs,
-            ref_logprobs,
-            desirable,
-            kl if self.has_reference_point else None,
-            beta=self.beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-            loss_type=self.loss_type,
-            **arguments,
+        self.learn_by(
+            kto_loss,
+            {"kl": self.kl if self.has_reference_point else None},
+            beta=beta,
+            desirable_weight=desirable_weight,
+            undesirable_weight=undesirable_weight,
+            loss_type=loss_type,
         )
+
+    def answer_arguments(self, batch: UnpairedBatch, kl: Tensor) -> dict[str, Any]:
+        """With the reference point, which ``apo_zero_unpaired`` has not."""
+        return {**super().answer_arguments(batch, kl), "kl": kl if self.has_reference_point else None}
 
     def on_train_start(self) -> None:
         """Check the weights of the two classes."""
@@ -373,9 +372,6 @@ class BCOModule(UnpairedModule):
         super().__init__(
             model,
             lr=lr,
-            beta=beta,
-            desirable_weight=desirable_weight,
-            undesirable_weight=undesirable_weight,
             ref_model=ref_model,
             precompute_ref_log_probs=precompute_ref_log_probs,
             optimization=optimization,
@@ -391,6 +387,13 @@ class BCOModule(UnpairedModule):
         """Moving averages of the mean rewards of desirable and of other answers, and the weight of each. Not a buffer,
         whose type would be that of the weights."""
         self._means: dict[str, Tensor] = {}
+        self.learn_by(
+            bco_loss,
+            {"shift": self.reward_shift},
+            beta=beta,
+            desirable_weight=desirable_weight,
+            undesirable_weight=undesirable_weight,
+        )
 
     @property
     def reward_shift(self) -> Tensor:
@@ -423,20 +426,9 @@ class BCOModule(UnpairedModule):
         prompts = (prompt_tokens(examples.answers[row]) for row in range(len(examples)))
         return torch.stack([rows[torch.tensor(prompt)].mean(0) for prompt in prompts])
 
-    def loss(self, batch: UnpairedBatch, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> LossOutput:
-        """The loss of one micro-batch of B answers; override it for another objective. ``kl`` is not used."""
-        return bco_loss(
-            logprobs,
-            ref_logprobs,
-            batch.desirable,
-            self.reward_shift,
-            beta=self.beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-            weights=batch.weights,
-            mask=batch.loss_mask.any(-1),
-            denominator=batch.sequence_denominator,
-        )
+    def answer_arguments(self, batch: UnpairedBatch, kl: Tensor) -> dict[str, Any]:
+        """With the reward shift, and the weights of prompts."""
+        return {**super().answer_arguments(batch, kl), "shift": self.reward_shift, "weights": batch.weights}
 
     def _class_metrics(self, kl: Tensor) -> dict[str, Tensor]:
         self._means = super()._class_metrics(kl) | {"reward_shift": self.reward_shift.float()}
