@@ -23,7 +23,7 @@ from rlhfkit.modules.on_policy.presets import PRESETS
 
 PAGE = Path(__file__).with_name("reference") / "losses.md"
 # Modules in the order of the page; others follow by name.
-ORDER = ("policy.ppo", "policy.grpo", "policy.sequence", "policy.reinforce", "policy.trust_region", "policy.entropy")
+ORDER = ("policy.ppo", "policy.sequence", "policy.reinforce", "policy.trust_region", "policy.entropy")
 ORDER += (
     "importance_sampling",
     "kl",

@@ -51,8 +51,7 @@ from rlhfkit.losses.metrics import (
     weighted_metric,
 )
 from rlhfkit.losses.policy.entropy import entropy_bonus, top_entropy_mask
-from rlhfkit.losses.policy.grpo import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss
-from rlhfkit.losses.policy.ppo import ppo_loss
+from rlhfkit.losses.policy.ppo import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, ppo_loss
 from rlhfkit.losses.policy.reinforce import cispo_loss, gpg_loss, reinforce_loss, sapo_loss
 from rlhfkit.losses.policy.sequence import gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, rloo_loss, vespo_loss
 from rlhfkit.losses.policy.trust_region import (

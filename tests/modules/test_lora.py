@@ -138,7 +138,7 @@ def test_loggers_write_plain_values(folder: Path, tmp_path: Path) -> None:
     logger.save()
     written = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
     assert written["lora"] == LoRA(rank=4, targets=("q_proj",)).plain()
-    assert written["policy_loss"] == "rlhfkit.losses.policy.grpo.dapo_loss"
+    assert written["policy_loss"] == "rlhfkit.losses.policy.ppo.dapo_loss"
 
 
 def test_dropout_of_adapters_is_not_switched_off_silently(folder: Path) -> None:
