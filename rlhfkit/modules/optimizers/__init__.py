@@ -1,4 +1,4 @@
-"""Optimizers by name, parameter groups with rates of their own, learning-rate schedules.
+"""Optimizers by name, and parameter groups with rates of their own.
 
 May import: ``distributed.py``, ``flat_parameters.py``, ``validation.py``; bitsandbytes, when used.
 Start at :mod:`rlhfkit.modules.optimizers.factories`.

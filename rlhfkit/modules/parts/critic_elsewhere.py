@@ -27,8 +27,7 @@ from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.checkpointing import CheckpointMixin, write_pretrained
 from rlhfkit.modules.metrics import StepMetrics, as_metrics
-from rlhfkit.modules.optim import Optimization
-from rlhfkit.modules.optimizers.schedules import ENDLESS
+from rlhfkit.modules.optim import ENDLESS, Optimization
 from rlhfkit.modules.parts.routers import RouterLoss, with_critic_router
 from rlhfkit.parts import GivenPart, Part, make_part
 from rlhfkit.protocols import RLHFStrategy

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit.modules.optimizers.schedules import SCHEDULES, learning_rate_factor
+from rlhfkit.modules.optim import SCHEDULES, learning_rate_factor
 
 STEPS = 30
 
