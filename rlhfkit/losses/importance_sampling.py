@@ -31,13 +31,7 @@ CORRECTION_PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "mis": {"level": "sequence", "mode": "mask", "high": 3.0},
         "seq-tis": {"level": "sequence", "mode": "truncate", "high": 2.0},
         "geo-mask": {"level": "geometric", "mode": "mask", "low": 0.99, "high": 1.01},
-        "seq-mask-tis": {
-            "level": "token",
-            "mode": "none",
-            "reject_level": "geometric",
-            "reject_low": 0.5,
-            "reject_high": 5.0,
-        },
+        "seq-mask-tis": {"level": "token", "mode": "none", "reject": ("geometric", 0.5, 5.0)},
     }
 )
 """Published corrections as arguments of :func:`importance_weights`: ``importance_weights(a, b, m, **PRESETS["tis"])``.
@@ -77,9 +71,7 @@ def importance_weights(
     mode: CorrectionMode = "truncate",
     low: float | None = None,
     high: float | None = 2.0,
-    reject_level: CorrectionLevel | None = None,
-    reject_low: float | None = None,
-    reject_high: float | None = None,
+    reject: tuple[CorrectionLevel, float | None, float | None] | None = None,
     log_ratio_clamp: float = 20.0,
     normalize: bool = False,
 ) -> CorrectionOutput:
@@ -87,7 +79,7 @@ def importance_weights(
 
     ``r_t = exp(log π_old(y_t) - log μ(y_t))``; by level ``w_t = r_t``, ``Π_t r_t`` or ``(Π_t r_t)^(1/n)``; by mode
     ``truncate``: ``min(w, high)``, ``clip``: ``clip(w, low, high)``, ``mask``: ``w`` where ``low ≤ w ≤ high``, else 0,
-    or ``none``: ``w``; and 0 where the ratio at ``reject_level`` lies outside ``[reject_low, reject_high]``; with
+    or ``none``: ``w``; and 0 where ``reject`` has another level, at which the ratio lies outside its bounds; with
     ``normalize`` then ``w_t / mean(w)``.
 
     Published combinations are in :data:`CORRECTION_PRESETS`. The default is truncated importance sampling (Yao et al.,
@@ -103,9 +95,8 @@ def importance_weights(
         mode: ``truncate``, ``clip``, ``mask`` or ``none``.
         low: Lower bound of the ratio ≥ 0; none when ``None``.
         high: Upper bound of the ratio; none when ``None``.
-        reject_level: Level of the second test; no such test when ``None``.
-        reject_low: Its lower bound.
-        reject_high: Its upper bound.
+        reject: Level, lower and upper bound of a second test, such as ``("geometric", 0.5, 5.0)``, of which one bound
+            may be ``None``; no such test when ``None``.
         log_ratio_clamp: Limit in nats of the log-ratio at every level.
         normalize: Divide the weights by their mean over the tokens of this call (self-normalised importance sampling,
             verl's ``rollout_is_batch_normalize``), so that a mismatch does not change the size of the update. The
@@ -122,16 +113,18 @@ def importance_weights(
         ValueError: If shapes differ, a name is unknown, or bounds are missing, crossed or without meaning.
     """
     check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
-    _check_bounds(level, mode, low, high, reject_level, reject_low, reject_high, log_ratio_clamp)
+    _check_bounds(level, mode, low, high, log_ratio_clamp)
+    if reject is not None:
+        _check_bounds(reject[0], "mask", *reject[1:], log_ratio_clamp, name="reject")
     mask = mask.bool()
     log_ratio, known = _log_ratio(logprobs, rollout_logprobs, mask)
     ratio = _ratio_at(level, log_ratio, known, log_ratio_clamp)
     outside = _outside(ratio, None if mode == "truncate" else low, high) & mask
     weights = ratio if mode in ("mask", "none") else ratio.clamp(low if mode == "clip" else None, high)
     rejected = outside if mode == "mask" else torch.zeros_like(mask)
-    if reject_level is not None:
-        tested = _ratio_at(reject_level, log_ratio, known, log_ratio_clamp)
-        rejected = rejected | (_outside(tested, reject_low, reject_high) & mask)
+    if reject is not None:
+        tested = _ratio_at(reject[0], log_ratio, known, log_ratio_clamp)
+        rejected = rejected | (_outside(tested, *reject[1:]) & mask)
     weights = select(select(weights, mask, fill=1.0), ~rejected)
     if normalize:
         mean = masked_mean(weights, mask)
@@ -331,27 +324,20 @@ def _check_bounds(
     mode: CorrectionMode,
     low: float | None,
     high: float | None,
-    reject_level: CorrectionLevel | None,
-    reject_low: float | None,
-    reject_high: float | None,
     log_ratio_clamp: float,
+    *,
+    name: str = "",
 ) -> None:
-    for name, value in (("level", level), ("reject_level", reject_level)):
-        if value not in get_args(CorrectionLevel) and not (name == "reject_level" and value is None):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(CorrectionLevel))}, got {value!r}")
+    if level not in get_args(CorrectionLevel):
+        which = f"the level of {name}" if name else "level"
+        raise ValueError(f"{which} must be one of {', '.join(get_args(CorrectionLevel))}, got {level!r}")
     if mode not in get_args(CorrectionMode):
         raise ValueError(f"mode must be one of {', '.join(get_args(CorrectionMode))}, got {mode!r}")
     if mode == "truncate" and (low is not None or high is None):
         raise ValueError(f"mode 'truncate' needs high and no low (that is mode 'clip'), got low={low}, high={high}")
     if mode in ("clip", "mask") and low is None and high is None:
-        raise ValueError(f"mode {mode!r} needs low, high or both")
-    if (reject_level is None) != (reject_low is None and reject_high is None):
-        raise ValueError(
-            "reject_level and its bounds go together, got "
-            f"reject_level={reject_level!r}, reject_low={reject_low}, reject_high={reject_high}"
-        )
-    for smaller, larger in ((low, high), (reject_low, reject_high)):
-        if not ((smaller is None or smaller >= 0.0) and (larger is None or larger > (smaller or 0.0))):
-            raise ValueError(f"bounds of the ratio need 0 <= low < high, got low={smaller} and high={larger}")
+        raise ValueError(f"{name or f'mode {mode!r}'} needs low, high or both")
+    if not ((low is None or low >= 0.0) and (high is None or high > (low or 0.0))):
+        raise ValueError(f"bounds of the ratio need 0 <= low < high, got low={low} and high={high}")
     if not log_ratio_clamp > 0.0:
         raise ValueError(f"log_ratio_clamp must be positive, got {log_ratio_clamp}")

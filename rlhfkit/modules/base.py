@@ -129,7 +129,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
         self._attached = False
         self._children: dict[str, Child] = {}
         self.outputs: frozenset[str] = frozenset()
-        """What they need of the policy's output beside log-probs."""
+        """What the parts need of the policy's output beside log-probs."""
 
     def keep_plain(self, **arguments: Any) -> None:
         """Keep plain values as hyperparameters, safe to load, in place of objects; of arguments of the class only."""

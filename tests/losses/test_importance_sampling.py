@@ -121,9 +121,9 @@ SKEWED = torch.tensor([[2.0, 4.0, 8.0, 1.0]])  # product 64, geometric mean 64^(
         (SKEWED, {"level": "sequence", "mode": "none", "high": None}, [64, 64, 64, 64]),
         (SKEWED, {"level": "geometric", "mode": "truncate", "high": 10.0}, [64**0.25] * 4),
         (SKEWED, {"level": "geometric", "mode": "clip", "low": 3.0, "high": 10.0}, [3, 3, 3, 3]),
-        (SKEWED, {"mode": "none", "high": None, "reject_level": "geometric", "reject_high": 2.0}, [0, 0, 0, 0]),
-        (SKEWED, {"mode": "none", "high": None, "reject_level": "geometric", "reject_high": 3.0}, [2, 4, 8, 1]),
-        (SKEWED, {"high": 4.0, "reject_level": "token", "reject_low": 2.0}, [2, 4, 4, 0]),
+        (SKEWED, {"mode": "none", "high": None, "reject": ("geometric", None, 2.0)}, [0, 0, 0, 0]),
+        (SKEWED, {"mode": "none", "high": None, "reject": ("geometric", None, 3.0)}, [2, 4, 8, 1]),
+        (SKEWED, {"high": 4.0, "reject": ("token", 2.0, None)}, [2, 4, 4, 0]),
     ],
 )
 def test_level_and_mode_by_hand(ratios, knobs, expected):

@@ -18,27 +18,21 @@ def last_action_mask(mask: Tensor) -> Tensor:
 
 
 def token_rewards(
-    rewards: Tensor,
-    mask: Tensor,
-    *,
-    kl: Tensor | None = None,
-    kl_coef: float = 0.0,
-    earned: Tensor | None = None,
+    rewards: Tensor, mask: Tensor, *, penalty: Tensor | None = None, earned: Tensor | None = None
 ) -> Tensor:
-    """Put the reward of a sequence on its last action, or where it was earned, and the KL penalty on every action.
+    """Put the reward of a sequence on its last action, or where it was earned, and take a penalty from every action.
 
-    ``r_t = e_t + 1[t is the last action] (r - Σ_s e_s) - β kl_t``
+    ``r_t = e_t + 1[t is the last action] (r - Σ_s e_s) - p_t``
 
     ``e_t``: earned by the action and the environment's tokens after it, 0 without ``earned``. Without the penalty the
-    rewards of a sequence sum to ``r``. InstructGPT, Ouyang et al. (2022, arXiv:2203.02155, equation 2), with k1,
-    OpenRLHF's default.
+    rewards of a sequence sum to ``r``. InstructGPT, Ouyang et al. (2022, arXiv:2203.02155, equation 2), where
+    ``p = β kl``.
 
     Args:
         rewards: (B,); NaN, a missing one, counts as 0.
         mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
-        kl: (B, T) KL estimate to the reference, see :func:`kl_estimate`; detached here. Masked entries may hold
-            anything.
-        kl_coef: ``β`` ≥ 0; OpenRLHF's is 0.01, TRL's 0.05.
+        penalty: (B, T) ``p``, such as 0.01 (OpenRLHF's β) times a :func:`kl_estimate` of the k1 kind; detached here.
+            Masked entries may hold anything.
         earned: (B, T), the part of ``rewards`` that each token earned, detached here. The environment's tokens add to
             the action before them, or to the last action if there is none.
 
@@ -46,13 +40,11 @@ def token_rewards(
         (B, T) detached, in at least float32; 0 outside the mask.
 
     Raises:
-        ValueError: If shapes do not fit, or ``kl_coef`` is given without ``kl``.
+        ValueError: If shapes do not fit.
     """
     if rewards.shape != mask.shape[:1]:
         raise ValueError(f"rewards must be ({mask.shape[0]},), one per row of the mask, got {tuple(rewards.shape)}")
-    check_same_shape(mask=mask, kl=kl, earned=earned)
-    if not kl_coef >= 0.0 or (kl_coef > 0.0 and kl is None):
-        raise ValueError(f"kl_coef must be 0 or more, and needs kl when positive; got kl_coef={kl_coef}")
+    check_same_shape(mask=mask, penalty=penalty, earned=earned)
     total = torch.nan_to_num(full_precision(rewards.detach()), nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     parts = None
     if earned is not None:
@@ -62,7 +54,7 @@ def token_rewards(
     placed = select(total.unsqueeze(-1).expand(mask.shape), last_action_mask(mask))
     if parts is not None:
         placed = placed + parts
-    return placed if kl is None else placed - kl_coef * select(full_precision(kl.detach()), mask)
+    return placed if penalty is None else placed - select(full_precision(penalty.detach()), mask)
 
 
 def _by_action(earned: Tensor, mask: Tensor) -> Tensor:

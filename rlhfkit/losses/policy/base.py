@@ -56,13 +56,14 @@ class PolicyTokens(NamedTuple):
         """(B, T) ``π / π_old`` of each token, with gradient; 1 where masked."""
         return self.log_ratio.exp()
 
-    def ratio_of(self, level: RatioLevel, *, limit: float = 20.0) -> Tensor:
+    def ratio_of(self, level: RatioLevel) -> Tensor:
         """(B, T) ratio at a level; the same for all tokens of a sequence unless the level is ``token``.
+
+        The log-ratio of a sequence is limited to ±20 nats.
 
         Args:
             level: ``token``: ``ρ_t``; ``sequence``: its geometric mean over the sequence (GSPO); ``sequence-sum``: the
                 product.
-            limit: Limit of the log-ratio of a sequence, in nats.
 
         Raises:
             ValueError: If the level is unknown.
@@ -72,7 +73,7 @@ class PolicyTokens(NamedTuple):
         if level == "token":
             return self.ratio
         reduce = masked_mean if level == "sequence" else masked_sum
-        log_ratio = reduce(self.log_ratio, self.mask, -1).clamp(-limit, limit)
+        log_ratio = reduce(self.log_ratio, self.mask, -1).clamp(-20.0, 20.0)
         return log_ratio.exp().unsqueeze(-1).expand_as(self.log_ratio)
 
 

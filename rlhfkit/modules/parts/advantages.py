@@ -222,8 +222,7 @@ def rewards_of_tokens(rows: Experience, rewards: Tensor, *, earned: Tensor | Non
         rewards: (B,), NaN where missing.
         earned: (B, T-1), the part that each token earned, in the same units; ``None``: the last token earned all.
     """
-    penalty = rows.columns.get("token_penalty")
-    return token_rewards(rewards, rows.action_mask, kl=penalty, kl_coef=0.0 if penalty is None else 1.0, earned=earned)
+    return token_rewards(rewards, rows.action_mask, penalty=rows.columns.get("token_penalty"), earned=earned)
 
 
 def with_advantages(rows: Experience, advantages: Tensor) -> Experience:

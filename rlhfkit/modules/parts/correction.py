@@ -67,7 +67,7 @@ class Correction(Part):
     @property
     def weighs_sequences(self) -> bool:
         """Whether all tokens of a sequence have the same weight."""
-        return "token" not in (self.arguments.get("level", "token"), self.arguments.get("reject_level"))
+        return "token" not in (self.arguments.get("level", "token"), *(self.arguments.get("reject") or ())[:1])
 
     def weigh(self, batch: Experience, out: PolicyOutput, old: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Importance weights of tokens (B, T-1), or of sequences (B, 1), and their metrics."""

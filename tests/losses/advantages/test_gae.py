@@ -30,7 +30,7 @@ def openrlhf_advantages(name):
     rewards = torch.tensor(OPENRLHF["adv"][name]["rewards_after_penalty"], dtype=torch.float64).flatten()
     mask, kl, coef = OPENRLHF_INPUTS["action_mask"], OPENRLHF_INPUTS["kl"], OPENRLHF["adv_inputs"]["kl_coef"]
     if name in ("gae", "reinforce"):
-        shaped = token_rewards(rewards, mask, kl=kl, kl_coef=coef)
+        shaped = token_rewards(rewards, mask, penalty=coef * kl)
         if name == "reinforce":
             returns = discounted_returns(shaped, mask)
             return whiten(returns, mask), returns
@@ -42,10 +42,10 @@ def openrlhf_advantages(name):
     else:
         centred = group_advantages(rewards, GROUP, scale="none")
         if name.startswith("reinforce_baseline"):
-            returns = discounted_returns(token_rewards(centred, mask, kl=kl, kl_coef=coef), mask)
+            returns = discounted_returns(token_rewards(centred, mask, penalty=coef * kl), mask)
             return whiten(returns, mask, scale_std=not name.endswith("nostd")), returns
         rewards = centred
-    returns = discounted_returns(token_rewards(rewards, mask, kl=kl, kl_coef=coef), mask)
+    returns = discounted_returns(token_rewards(rewards, mask, penalty=coef * kl), mask)
     return returns, returns
 
 
@@ -90,7 +90,7 @@ def test_trl_golden_ppo_from_rewards_to_gradients(case):
         "atol": 5e-7,
     }  # the Bessel factor is float32 inside TRL, and eps is added to the variance
     kl = kl_estimate(inputs["logprobs"], inputs["ref_logprobs"], estimator=args["kl_estimator"], mask=actions)
-    rewards = token_rewards(inputs["scores"], states, kl=kl, kl_coef=args["kl_coef"])
+    rewards = token_rewards(inputs["scores"], states, penalty=args["kl_coef"] * kl)
     if args["whiten_rewards"]:
         rewards = whiten(rewards, states, shift_mean=False, unbiased=True)
     torch.testing.assert_close(rewards, torch.tensor(case["rewards"], dtype=torch.float64), **tolerance)

@@ -21,9 +21,9 @@ def test_the_reward_is_on_the_last_action_of_ragged_multi_turn_and_empty_rows():
     assert got.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [4, 0, 0, 0]]
 
 
-def test_kl_penalty_is_on_every_action():
+def test_a_penalty_is_on_every_action():
     mask = torch.tensor([[1, 1, 0]])
-    got = token_rewards(torch.tensor([1.0]), mask, kl=torch.tensor([[0.5, -1.0, torch.nan]]), kl_coef=0.1)
+    got = token_rewards(torch.tensor([1.0]), mask, penalty=torch.tensor([[0.05, -0.1, torch.nan]]))
     torch.testing.assert_close(got, torch.tensor([[-0.05, 1.1, 0.0]]))
 
 

@@ -252,7 +252,7 @@ def test_molt_policy_losses(name):
         knobs = {"level": "token", "mode": correction, "low": low, "high": high}
         if level == "seq":
             # Molt rejects by the sequence and weighs by the token.
-            knobs = {"mode": "none", "high": None, "reject_level": "sequence", "reject_low": low, "reject_high": high}
+            knobs = {"mode": "none", "high": None, "reject": ("sequence", low, high)}
         correction = importance_weights(FIELD_INPUTS["old"], FIELD_INPUTS["rollout"], mask, **knobs)
         weights = correction.weights
         measured = mismatch_metrics(FIELD_INPUTS["old"], FIELD_INPUTS["rollout"], mask)

@@ -135,7 +135,7 @@ def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
             others = [penalised[rows].sum() - penalised[rows] for rows in (slice(3), slice(3, 6))]
             return rloo_loss(logprobs, old, penalised - torch.cat(others) / 2, mask, denominator=sequences).loss
         case "reinforce++":
-            returns = discounted_returns(token_rewards(rewards, mask, kl=k1, kl_coef=0.01), mask)
+            returns = discounted_returns(token_rewards(rewards, mask, penalty=0.01 * k1), mask)
             return ppo_loss(logprobs, old, whiten(returns, mask), mask, denominator=tokens).loss
         case "reinforce++-baseline":
             centred = discounted_returns(token_rewards(group_advantages(rewards, group, scale="none"), mask), mask)
