@@ -1,5 +1,8 @@
-"""The pool of vLLM engines that all tests share."""
+"""The pool of vLLM engines that all tests share, and how tests see that engines sample."""
 
+from waiting import until
+
+from rlhfkit.rollout.supervision.engines import Engine
 from rlhfkit.rollout.vllm.pool import VLLMPool
 
 
@@ -13,3 +16,11 @@ class SharedPool(VLLMPool):
     def really_close(self) -> None:
         """End the engines."""
         super().close()
+
+
+def until_sampling(engine: Engine) -> None:
+    """Wait until an engine has made a step with requests after this call."""
+    import ray
+
+    ray.get(engine.actor.take_load.remote())  # and forgets the steps before
+    until(lambda: ray.get(engine.actor.take_load.remote()).get("running"))

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -43,16 +43,13 @@ class EventLoopThread:
         """Start a coroutine, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._running())
 
-    def submit_together(self, works: Sequence[Coroutine[Any, Any, T]]) -> "list[concurrent.futures.Future[T]]":
-        """Start coroutines in one step of the loop, so that none is ahead of another by the caller's thread."""
+    def submit_together(self, works: Sequence[Callable[[], Awaitable[T]]]) -> "list[concurrent.futures.Future[T]]":
+        """Call async functions in one step of the loop, so that none is ahead of another by the caller's thread."""
         loop, gate = self._running(), asyncio.Event()
 
-        async def behind_gate(work: Coroutine[Any, Any, T]) -> T:
-            try:
-                await gate.wait()
-                return await work
-            finally:
-                work.close()  # if it was cancelled before the gate opened
+        async def behind_gate(work: Callable[[], Awaitable[T]]) -> T:
+            await gate.wait()
+            return await work()
 
         futures = [asyncio.run_coroutine_threadsafe(behind_gate(work), loop) for work in works]
         loop.call_soon_threadsafe(gate.set)

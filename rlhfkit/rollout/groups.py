@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -448,7 +449,7 @@ class GroupFunctionStream:
 
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         iteration = self._iteration if iteration is None else iteration
-        works = [self._group(prompt, iteration) for prompt in prompts]
+        works = [partial(self._group, prompt, iteration) for prompt in prompts]
         self._running |= dict.fromkeys(self.runner.loop.submit_together(works), iteration)
 
     def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:

@@ -1,7 +1,6 @@
 """Shared by tests of episodes: an engine that records its requests, a chat template, small environments."""
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +67,7 @@ class Faulty(Counting):
         if fault == "raises":
             raise ArithmeticError("no such number")
         if fault == "hangs":
-            time.sleep(30)
+            threading.Event().wait()
         if fault == "returns nothing":
             return None
         if fault == "says nothing":

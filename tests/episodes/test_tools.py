@@ -1,7 +1,7 @@
 """Tools: calls as models write them, results as models read them, errors in between. Covers ``json_limits.py``."""
 
 import asyncio
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +42,7 @@ def fail() -> str:
 
 def hang() -> None:
     """Hang."""
-    time.sleep(20)
+    threading.Event().wait()
 
 
 def shout() -> str:
@@ -59,7 +59,7 @@ def call(name: str, arguments: str = "{}") -> str:
 
 
 def test_every_call_has_a_result_or_is_told_what_is_wrong() -> None:
-    tools = ToolEnvironment([multiply, search, fail, hang, shout], timeout=0.3, max_result_characters=60)
+    tools = ToolEnvironment([multiply, search, fail, hang, shout], timeout=2.0, max_result_characters=60)
     text = "".join(
         [
             call("multiply", '{"a": 3}'),
@@ -72,13 +72,11 @@ def test_every_call_has_a_result_or_is_told_what_is_wrong() -> None:
             "<tool_call>oh</tool_call>",
         ]
     )
-    began = time.monotonic()
     step = asyncio.run(tools.step(said(text)))
-    assert time.monotonic() - began < 15
     assert [message["role"] for message in step.observation] == ["tool"] * 8  # type: ignore[union-attr, index, call-overload]
     contents = [message["content"] for message in step.observation]  # type: ignore[union-attr, index, call-overload]
     assert contents[:3] == ["6", '{"found": ["cats"]}', "Error: LookupError: nothing there"]
-    assert contents[3] == "Error: TimeoutError: tool hang took longer than 0.3 s"
+    assert contents[3] == "Error: TimeoutError: tool hang took longer than 2 s"
     assert contents[4] == f"{'x' * 60}... (940 more characters)"
     assert contents[5] == "Error: there is no tool 'divide'; there are multiply, search, fail, hang, shout"
     assert contents[6].startswith("Error: multiply: ")

@@ -15,6 +15,7 @@ from rl_runs import PlainGRPO, digits, samples_of_all_ranks, setup_run, weights
 from shared_pool import SharedPool
 from strategies import ranks
 from tiny_models import tiny_model, tiny_tokenizer
+from waiting import LIMIT
 
 from rlhfkit import (
     Ahead,
@@ -27,7 +28,7 @@ from rlhfkit import (
     RolloutDump,
 )
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.rollout import GroupSampler, LocalEngine, ModuleWeights, SamplingSpec, sample_groups
+from rlhfkit.rollout import GroupSampler, LocalEngine, ModuleWeights, SamplingSpec, request_batcher, sample_groups
 from rlhfkit.rollout.groups import GroupError, GroupRunner
 from rollout.vllm.test_pool import load_trainer_model
 
@@ -124,12 +125,13 @@ def test_a_function_that_only_samples_gives_what_the_engine_gives(engine: Counte
     assert samples[0].text == tiny_tokenizer().decode(samples[0].token_ids.tolist(), skip_special_tokens=True)
 
 
-def test_what_all_functions_wait_for_is_one_call(engine: Counted, folder: str) -> None:
+def test_what_all_functions_wait_for_is_one_call(engine: Counted, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def three_times(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
         for _ in range(3):
             group = await sampler.sample(prompt, size)
         return group
 
+    monkeypatch.setattr(request_batcher, "MAX_WAIT", LIMIT)
     engine.calls.clear()
     run(engine, three_times, folder)
     assert engine.calls == [3, 3, 3]

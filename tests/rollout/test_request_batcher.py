@@ -2,128 +2,147 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
-from typing import Any
+
+import pytest
+from waiting import LIMIT
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.request_batcher import EngineFailedError, RequestBatcher
 
+SPEC = SamplingSpec(group_size=1)
 
-class Timed:
-    """An engine that takes as many milliseconds for a call as its longest prompt has tokens, and notes what it does."""
+
+class Gated:
+    """An engine that answers when a test lets it, and notes how many requests a call has."""
 
     def __init__(self, shared: bool) -> None:
         self.shared = shared
         self.calls: list[int] = []
-        self.running = 0
-        self.most = 0
-        self.lock = threading.Lock()
+        self.gates: dict[int, threading.Event] = {}
+        """By the length of the prompt; others are answered at once."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        with self.lock:
-            self.calls.append(len(prompts))
-            self.running += 1
-            self.most = max(self.most, self.running)
-        time.sleep(max(len(prompt.token_ids) for prompt in prompts) / 1000)
-        with self.lock:
-            self.running -= 1
-        if any(prompt.token_ids.tolist()[0] == 0 for prompt in prompts):
+        self.calls.append(len(prompts))
+        for prompt in prompts:
+            assert self.gates.get(prompt.num_tokens, PASSED).wait(LIMIT)
+        if any(prompt.token_ids[0] == 0 for prompt in prompts):
             raise ZeroDivisionError("a zero")
-        return [Sample(prompt, 0, [len(prompt.token_ids)], [0.0], [0], "stop") for prompt in prompts]
+        return [Sample(prompt, 0, [prompt.num_tokens], [0.0], [0], "stop") for prompt in prompts]
+
+    async def until_called(self, times: int) -> None:
+        async with asyncio.timeout(LIMIT):
+            while len(self.calls) < times:
+                await asyncio.sleep(0.001)
 
 
-SPEC = SamplingSpec(group_size=1)
+PASSED = threading.Event()
+PASSED.set()
 
 
-def asked(sampler: RequestBatcher, length: int, spec: SamplingSpec = SPEC) -> Any:
-    return sampler.ask(Prompt(length, [1] * length), spec, iteration=0)
+async def asked(sampler: RequestBatcher, length: int, spec: SamplingSpec = SPEC) -> int:
+    """The length of the prompt, from its answer."""
+    (sample,) = await sampler.ask(Prompt(length, [1] * length), spec, iteration=0)
+    return int(sample.token_ids[0])
 
 
 def test_a_wave_waits_for_who_is_nearly_ready_and_not_for_who_is_not() -> None:
-    engine = Timed(shared=False)
-
-    async def episode(sampler: RequestBatcher, delay: float) -> None:
-        with sampler.requesters.one_more():
-            await asyncio.sleep(delay)
-            await asked(sampler, 1)
+    engine = Gated(shared=False)
 
     async def run() -> None:
         sampler = RequestBatcher(engine, max_wait=0.5)  # type: ignore[arg-type]
-        await asyncio.gather(*(episode(sampler, delay) for delay in (0.0, 0.05, 0.1, 1.0)))
+
+        async def episode(steps: int) -> None:
+            with sampler.requesters.one_more():
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                await asked(sampler, 1)
+
+        async def late() -> None:
+            with sampler.requesters.one_more():
+                await engine.until_called(1)
+                await asked(sampler, 1)
+
+        await asyncio.gather(*map(episode, (0, 3, 5)), late())
 
     asyncio.run(run())
     assert engine.calls == [3, 1]
-    assert engine.most == 1
 
 
 def test_a_slow_request_keeps_nobody_else_waiting_at_a_shared_engine() -> None:
-    engine = Timed(shared=True)
+    engine = Gated(shared=True)
+    engine.gates = {500: threading.Event()}
 
-    async def run() -> list[int]:
+    async def run() -> None:
         sampler = RequestBatcher(engine)  # type: ignore[arg-type]
-        order: list[int] = []
+        slow = asyncio.ensure_future(asked(sampler, 500))
+        assert await asyncio.gather(*(asked(sampler, length) for length in (20, 10, 20, 10))) == [20, 10, 20, 10]
+        assert not slow.done()
+        engine.gates[500].set()
+        assert await slow == 500
 
-        async def one(length: int) -> None:
-            (sample,) = await asked(sampler, length)
-            order.extend(sample.token_ids.tolist())
-
-        await asyncio.gather(*map(one, (500, 20, 10, 20, 10)))
-        return order
-
-    assert asyncio.run(run())[-1] == 500
+    asyncio.run(run())
     assert engine.calls == [1] * 5
-    assert engine.most == 5
 
 
 def test_calls_are_limited_and_share_what_is_waiting() -> None:
-    engine = Timed(shared=True)
+    engine = Gated(shared=True)
+    engine.gates = {5: threading.Event()}
 
     async def run() -> None:
         sampler = RequestBatcher(engine, parallel_calls=2)  # type: ignore[arg-type]
-        await asyncio.gather(*(asked(sampler, 50) for _ in range(9)))
+        first = [asyncio.ensure_future(asked(sampler, 5)) for _ in range(9)]
+        await engine.until_called(2)
+        further = [asyncio.ensure_future(asked(sampler, 6)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        assert sorted(engine.calls) == [4, 5]
+        engine.gates[5].set()
+        await asyncio.gather(*first, *further)
 
     asyncio.run(run())
-    assert engine.most == 2
-    assert sorted(engine.calls) == [4, 5]
+    assert sum(engine.calls) == 12
 
 
 def test_only_what_is_sampled_alike_goes_in_one_call() -> None:
-    engine = Timed(shared=False)
+    engine = Gated(shared=False)
     other = SamplingSpec(group_size=1, max_new_tokens=3)
 
     async def run() -> None:
-        sampler = RequestBatcher(engine, max_wait=0.05)  # type: ignore[arg-type]
-        sampler.requesters.count = 4
-        await asyncio.gather(*(asked(sampler, 1, spec) for spec in (SPEC, other, SPEC, other)))
+        sampler = RequestBatcher(engine, max_wait=LIMIT)  # type: ignore[arg-type]
+
+        async def episode(spec: SamplingSpec) -> None:
+            with sampler.requesters.one_more():
+                await asked(sampler, 1, spec)
+
+        await asyncio.gather(*map(episode, (SPEC, other, SPEC, other)))
 
     asyncio.run(run())
     assert engine.calls == [2, 2]
 
 
 def test_an_error_of_the_engine_reaches_those_it_concerns() -> None:
-    async def run() -> list[Any]:
-        sampler = RequestBatcher(Timed(shared=True), parallel_calls=4)  # type: ignore[arg-type]
-        bad = sampler.ask(Prompt(0, [0]), SPEC, iteration=0)
-        return await asyncio.gather(bad, asked(sampler, 1), return_exceptions=True)
+    async def run() -> None:
+        sampler = RequestBatcher(Gated(shared=True), parallel_calls=4)  # type: ignore[arg-type]
+        bad = asyncio.ensure_future(sampler.ask(Prompt(0, [0]), SPEC, iteration=0))
+        assert await asked(sampler, 1) == 1
+        with pytest.raises(EngineFailedError) as raised:
+            await bad
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
-    failure, (sample,) = asyncio.run(run())
-    assert isinstance(failure, EngineFailedError)
-    assert isinstance(failure.__cause__, ZeroDivisionError)
-    assert sample.token_ids.tolist() == [1]
+    asyncio.run(run())
 
 
 def test_a_request_that_was_given_up_is_not_sent() -> None:
-    engine = Timed(shared=False)
+    engine = Gated(shared=False)
 
     async def run() -> None:
-        sampler = RequestBatcher(engine, max_wait=0.1)  # type: ignore[arg-type]
+        sampler = RequestBatcher(engine, max_wait=LIMIT)  # type: ignore[arg-type]
         sampler.requesters.count = 3
-        tasks = [asyncio.ensure_future(asked(sampler, 1)) for _ in range(2)]
-        await asyncio.sleep(0.01)
-        tasks[0].cancel()
-        await tasks[1]
+        given_up, *tasks = [asyncio.ensure_future(asked(sampler, 1)) for _ in range(2)]
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(*tasks, asked(sampler, 1))  # the third, for which the first wave has waited
 
     asyncio.run(run())
-    assert engine.calls == [1]
+    assert engine.calls == [2]

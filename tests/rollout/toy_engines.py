@@ -1,6 +1,7 @@
 """Engines without a model, in real Ray actors, for tests of what surrounds engines."""
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -19,13 +20,18 @@ BREAKS = 99
 
 
 class ToyEngine:
-    """Answers a request of ``{"tokens": n, "seconds": s}`` with n times the prompt's first token, after s seconds."""
+    """Answers a request of ``{"tokens": n, "seconds": s}`` with n times the prompt's first token, after s seconds.
+
+    One with ``until`` is held until :meth:`release` has been called with that name.
+    """
 
     def __init__(self) -> None:
         self.started = 0
+        self.begun: set[str] = set()
         self.aborted: list[str] = []
         self.cuts: list[str] = []
         self.slept: list[int] = []
+        self.released: set[str] = set()
 
     async def identify(self) -> dict[str, Any]:
         return this_process()
@@ -38,17 +44,25 @@ class ToyEngine:
 
     async def generate(self, key: str, requests: Sequence[Request]) -> list[Completion]:
         self.started += len(requests)
+        self.begun.add(key)
         return list(await asyncio.gather(*(self._answer(key, request) for request in requests)))
 
     async def _answer(self, key: str, request: Request) -> Completion:
         (first, *_), arguments = request
         n, end, reason = arguments["tokens"], time.monotonic() + arguments["seconds"], "length"
-        while time.monotonic() < end and reason == "length":
+        while time.monotonic() < end and reason == "length" and key not in self.aborted:
             await asyncio.sleep(min(0.05, max(end - time.monotonic(), 0.0)))
             n, reason = (1, "abort") if key in self.cuts else (n, reason)
+            end = 0.0 if arguments["until"] in self.released else end
         if arguments.get("dies"):
             os._exit(1)
         return Completion(np.full(n, first, np.int32), np.full(n, -0.5, np.float32), reason, [(3, n)])
+
+    async def has_begun(self, key: str) -> bool:
+        return key in self.begun
+
+    async def release(self, name: str) -> None:
+        self.released.add(name)
 
     async def cut(self, keys: Sequence[str]) -> None:
         self.cuts += keys
@@ -93,12 +107,18 @@ def toy_engines(num_engines: int, num_ranks: int = 1, **policy: Any) -> Engines:
         engine_name="toy engine",
         sync_timeout=30.0,
         start_timeout=600.0,
-        policy=HealthPolicy(**policy),
+        policy=HealthPolicy(**{"probe_timeout": 60.0} | policy),  # on a busy machine late is not dead
         has_weights=True,
     )
     return Engines.start(settings, start_toy_engine, num_ranks=num_ranks)
 
 
-def request(token: int = 7, *, tokens: int = 3, seconds: float = 0.0, dies: bool = False) -> Request:
+HELD = math.inf
+"""Seconds of a request that is not answered unless it is released or cut."""
+
+
+def request(
+    token: int = 7, *, tokens: int = 3, seconds: float = 0.0, until: str | None = None, dies: bool = False
+) -> Request:
     """A request that a toy engine understands."""
-    return [token], {"tokens": tokens, "seconds": seconds, "dies": dies}
+    return [token], {"tokens": tokens, "seconds": HELD if until else seconds, "until": until, "dies": dies}

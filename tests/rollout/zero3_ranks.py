@@ -17,16 +17,9 @@ RANKS = 2
 BUCKET_BYTES = 2**15  # several buckets, and tensors larger than one
 
 
-def run_ranks(scenario: str, model: Path, folder: Path, timeout: float = 150) -> list[dict[str, Any]]:
-    """Run a scenario of this file on all ranks and return what they report.
-
-    Args:
-        scenario: Name of a function below.
-        model: Model folder.
-        folder: For reports.
-        timeout: Seconds until the ranks are killed.
-    """
-    return ranks.run(f"rollout.zero3_ranks:{scenario}", RANKS, folder, timeout, model=str(model))
+def run_ranks(scenario: str, model: Path, folder: Path) -> list[dict[str, Any]]:
+    """Run a scenario of this file, for a model folder, on all ranks and return what they report."""
+    return ranks.run(f"rollout.zero3_ranks:{scenario}", RANKS, folder, model=str(model))
 
 
 def zero3_engine(model_folder: str) -> Any:
@@ -145,12 +138,15 @@ class EachRankItsShare:
         return [tokens for row in range(dist.get_rank(), 8, RANKS) for tokens in made[0][4 * row : 4 * row + 4]]
 
     def lose_the_engine(self) -> str:
-        """The error of this rank when the engine is killed while both ranks' requests run."""
+        """The error of this rank when the engine is killed while both ranks' requests are in flight."""
         stream = self.pool.stream(self.spec, iteration=3)
-        stream.submit(self.own)
-        dist.barrier()  # both have requests in flight
-        if self.pool._sync is not None and self.pool.engines is not None:
-            os.kill(self.pool.engines.handles[0].info["pid"], signal.SIGKILL)
+        for what in (signal.SIGSTOP, signal.SIGKILL):  # stopped before, so that it answers none of them
+            if self.pool._sync is not None and self.pool.engines is not None:
+                os.kill(self.pool.engines.handles[0].info["pid"], what)
+            dist.barrier()
+            if what is signal.SIGSTOP:
+                stream.submit(self.own)
+                dist.barrier()
         try:
             return message_of(lambda: stream.collect(8))
         finally:
@@ -172,8 +168,8 @@ def serve(folder: Path, model: str) -> dict[str, Any]:
     ids = torch.tensor([[7 + 3 * position % 80 for position in range(48)]])
     report: dict[str, Any] = {"differences": [], "versions": []}
     report["too_small"] = message_of(lambda: VLLMPool(num_engines=9, device="cpu").start(model, dtype=torch.float32))
-    patient = HealthPolicy(probe_timeout=20, max_restarts=1, recovery_timeout=1)
-    pool = VLLMPool(device="cpu", kv_cache_gib=1 / 16, sync_timeout=20, bucket_bytes=BUCKET_BYTES, health=patient)
+    patient = HealthPolicy(probe_timeout=60, max_restarts=1, recovery_timeout=1)
+    pool = VLLMPool(device="cpu", kv_cache_gib=1 / 16, sync_timeout=60, bucket_bytes=BUCKET_BYTES, health=patient)
     adapted = trained_adapter(model)
     pool.configure_weights(ModuleWeights(adapted))
     pool.start(model, dtype=torch.float32)

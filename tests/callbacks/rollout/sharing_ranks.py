@@ -33,7 +33,7 @@ BY_TOKENS = {
     "parts": [{"class_path": "rlhfkit.modules.parts.token_filters.TopEntropy", "init_args": {"fraction": 0.3}}],
     "advantages": "rlhfkit.modules.on_policy.presets.optimal_token_baseline",
 }
-LIMIT = 3.0
+LIMIT = 8.0
 """Seconds that a collective may take while the slow engine generates."""
 
 
@@ -42,7 +42,7 @@ class Slow(LocalEngine):
 
     def generate(self, *args: Any, **kwargs: Any) -> list[Sample]:
         set_limit(LIMIT)
-        time.sleep(1.5 * LIMIT if RANK == 1 else 0.0)
+        time.sleep(1.25 * LIMIT if RANK == 1 else 0.0)
         return super().generate(*args, **kwargs)
 
 

@@ -16,6 +16,7 @@ import lightning as L
 import pytest
 from rl_runs import ahead, digits, samples_of_all_ranks, setup_run
 from strategies import ranks
+from waiting import LIMIT
 
 from rlhfkit import Ahead, DynamicSampling, Invariants, LocalEngine, Oversampling, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.timing import MOST_EVENTS, Timing
@@ -44,32 +45,13 @@ class Watch(L.Callback):
         )
 
 
-def run(folder: Path, staleness: int, **arguments: Any) -> tuple[Any, Any, RolloutCallback, Watch]:
+def run(folder: Path, staleness: int) -> Watch:
+    """Four iterations."""
     watch = Watch()
     rollouts = RolloutCallback(digits, sampling=SAMPLING, parts=ahead(staleness))
-    trainer, module, data, _ = setup_run(
-        folder, rollouts=rollouts, callbacks=[watch], **({"max_epochs": 4} | arguments)
-    )
+    trainer, module, data, _ = setup_run(folder, rollouts=rollouts, callbacks=[watch], max_epochs=4)
     trainer.fit(module, data)
-    return trainer, module, rollouts, watch
-
-
-def test_the_same_prompts_in_the_same_order_and_nothing_older_than_allowed(tmp_path: Path) -> None:
-    _, _, _, turns = run(tmp_path, 0)
-    trainer, _, rollouts, ahead = run(tmp_path, 1)
-    assert ahead.prompts == turns.prompts
-    assert ahead.rewards[0] == turns.rewards[0]  # of the first iteration, which is never stale
-    updates = 2  # per iteration
-    # A thread that gets little of the processor begins later, and is then less stale, never more.
-    assert all(max(ages) <= updates * min(number, 1) for number, ages in enumerate(ahead.ages))
-    assert max(max(ages) for ages in ahead.ages) >= updates
-    assert all(len(ages) == 1 for ages in ahead.ages)  # an iteration is sampled from one policy
-    assert [max(ages) for ages in turns.ages] == [0] * 4
-    assert trainer.callback_metrics["rollout/staleness"] == max(ahead.ages[-1])
-    assert rollouts.overlaps
-
-
-WAIT = 60  # seconds, after which what should have come is taken not to come at all
+    return watch
 
 
 class Handshake:
@@ -83,12 +65,12 @@ class Handshake:
     def generating(self, iteration: int) -> None:
         self.begun[iteration].set()
         if iteration > 0:
-            assert self.training[iteration - 1].wait(WAIT), "training has not begun"
+            assert self.training[iteration - 1].wait(LIMIT), "training has not begun"
 
     def train(self, iteration: int) -> None:
         self.training[iteration].set()
         if iteration < self.last:
-            assert self.begun[iteration + 1].wait(WAIT), "generating has not begun"
+            assert self.begun[iteration + 1].wait(LIMIT), "generating has not begun"
 
 
 class Training(L.Callback):
@@ -104,8 +86,8 @@ class Training(L.Callback):
             self.samples += trainer.callbacks[0].samples
 
 
-def test_generating_overlaps_with_training_and_the_trace_shows_it(tmp_path: Path) -> None:
-    handshake = Handshake(last=3)
+def test_generating_overlaps_with_training_on_the_same_prompts_and_is_as_old_as_allowed(tmp_path: Path) -> None:
+    turns, watch, handshake = run(tmp_path, 0), Watch(), Handshake(last=3)
 
     class Engine(LocalEngine):
         def generate(self, prompts: Any, sampling: Any, *, iteration: int) -> list[Sample]:
@@ -114,9 +96,16 @@ def test_generating_overlaps_with_training_and_the_trace_shows_it(tmp_path: Path
 
     rollouts = RolloutCallback(digits, engine=Engine(), sampling=SAMPLING, parts=[Ahead(1)])
     trainer, module, data, _ = setup_run(
-        tmp_path, rollouts=rollouts, callbacks=[Training(handshake)], max_epochs=handshake.last + 1
+        tmp_path, rollouts=rollouts, callbacks=[Training(handshake), watch], max_epochs=handshake.last + 1
     )
     trainer.fit(module, data)
+    assert rollouts.overlaps
+    assert watch.prompts == turns.prompts
+    assert watch.rewards[0] == turns.rewards[0]  # of the first iteration, which is never stale
+    # Each is sampled from the policy before the iteration that is trained on meanwhile, of two updates.
+    assert watch.ages == [[0], [2], [2], [2]]
+    assert turns.ages == [[0]] * 4
+    assert trainer.callback_metrics["rollout/staleness"] == 2.0
     assert [event.iteration for event in rollouts.timing.events if event.name == "generate"] == [0, 1, 2, 3]
     assert float(trainer.callback_metrics["time/generate"]) > 0
     path = rollouts.timing.write_trace(tmp_path / "trace.json")
@@ -147,7 +136,7 @@ class HalfWay(LocalEngine):
             if next(steps) == 4 and iteration > 0:
                 self.handshake.generating(iteration)
                 with self.published:
-                    newer = self.published.wait_for(lambda: (self.version or 0) >= self.updates * iteration, WAIT)
+                    newer = self.published.wait_for(lambda: (self.version or 0) >= self.updates * iteration, LIMIT)
                 assert newer, "publishing waits for what is being sampled"
             return weights()
 
@@ -279,7 +268,7 @@ def train_ahead_on_ranks(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_two_ranks_sample_ahead_what_one_does(tmp_path: Path) -> None:
-    _, _, _, alone = run(tmp_path, 1)
+    alone = run(tmp_path, 1)
     first, second = ranks.run("callbacks.rollout.test_async_rollouts:train_ahead_on_ranks", 2, tmp_path / "ranks")
     assert first == second
     plain, selected = first["plain"], first["selected"]

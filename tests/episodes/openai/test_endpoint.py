@@ -5,6 +5,7 @@ Covers ``session.py`` too.
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 import torch
 from lazy_module import LazyModule
 from tiny_models import tiny_model, tiny_tokenizer
+from waiting import LIMIT
 
 from episodes.episode_cases import CHAT_TEMPLATE, Recorded
 from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import OpenAIEndpoint
+from rlhfkit.episodes.observations import ObservationTokenizer
 from rlhfkit.episodes.openai.session import ChatSession
 from rlhfkit.episodes.tool_calls import ToolCall
 from rlhfkit.rollout import LocalEngine, SamplingSpec
@@ -265,17 +268,25 @@ def test_bodies_are_counted_before_they_are_parsed(engine: Recorded, body: bytes
     assert message in answer.json()["error"]["message"]
 
 
-def test_a_long_conversation_is_encoded_off_the_loop_and_refused_for_its_length(engine: Recorded) -> None:
+def test_a_long_conversation_is_encoded_off_the_loop_and_refused_for_its_length(
+    engine: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Long texts take the tokenizer seconds, in which others are to be answered."""
+    begun, answered, encode = threading.Event(), threading.Event(), ObservationTokenizer.encode_conversation
+
+    def slowly(self: Any, messages: Any, **arguments: Any) -> list[int]:
+        begun.set()
+        assert answered.wait(LIMIT), "nobody else is answered meanwhile"
+        return encode(self, messages, **arguments)
+
+    monkeypatch.setattr(ObservationTokenizer, "encode_conversation", slowly)
     with OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128) as endpoint:
-        client = httpx.Client(headers={"Authorization": f"Bearer {endpoint.api_key}"}, timeout=60)
-        body = {"messages": [{"role": "user", "content": "1+" * 200_000}]}
+        client = httpx.Client(headers={"Authorization": f"Bearer {endpoint.api_key}"}, timeout=2 * LIMIT)
+        body = {"messages": [{"role": "user", "content": "1+" * 50_000}]}
         with ThreadPoolExecutor() as threads:
             long = threads.submit(client.post, f"{endpoint.base_url()}/chat/completions", json=body)
-            answered = 0
-            while not long.done():
-                assert client.get(f"{endpoint.base_url()}/models").status_code == 200
-                answered += not long.done()
+            assert begun.wait(LIMIT)
+            assert client.get(f"{endpoint.base_url()}/models").status_code == 200
+            answered.set()
         assert long.result().status_code == 400
         assert long.result().json()["error"]["code"] == "context_length_exceeded"
-    assert answered >= 5

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import tiny_tokenizer
+from waiting import LIMIT
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.models.attention.families import takes_finished_masks
@@ -46,7 +47,7 @@ class SwappedInside(LocalEngine):
                 version = self.tokens // 8
                 other = threading.Thread(target=self.load, args=(ModuleWeights(self.models[version]), version))
                 other.start()
-                other.join(30)
+                other.join(LIMIT)
             self.tokens += 1
             return weights()
 
@@ -90,12 +91,13 @@ def test_weights_that_are_the_same_change_nothing(folder: Path, models: list[tor
 def test_a_load_that_fails_ends_what_is_being_generated(folder: Path, models: list[torch.nn.Module]) -> None:
     engine = started(folder, models[0])
     stream = engine.stream(SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400), iteration=0)
-    stream.submit(prompts())
     failures: list[BaseException] = []
 
     def generate() -> None:
         try:
-            stream.collect(4)
+            while True:  # so that nothing is finished before the load
+                stream.submit(prompts())
+                stream.collect(4)
         except RuntimeError as error:
             failures.append(error)
 
@@ -106,11 +108,11 @@ def test_a_load_that_fails_ends_what_is_being_generated(folder: Path, models: li
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             return iter(list(ModuleWeights(models[1]))[:3])
 
-    thread = threading.Thread(target=generate)
+    thread = threading.Thread(target=generate, daemon=True)
     thread.start()
     with pytest.raises(RuntimeError, match="did not send"):
         engine.load(Half(), version=1)
-    thread.join(30)
+    thread.join(LIMIT)
     assert "no weights yet" in str(failures[0])
 
 
@@ -152,7 +154,7 @@ def test_a_stream_gives_every_group_once_and_the_shortest_first(
 
 
 def test_a_change_goes_first_and_never_meets_a_step() -> None:
-    lock, inside, stop = WeightLock(timeout=10), threading.Event(), threading.Event()
+    lock, inside, stop = WeightLock(timeout=LIMIT), threading.Event(), threading.Event()
     changing: list[int] = []
     met: list[int] = []
 
@@ -166,7 +168,7 @@ def test_a_change_goes_first_and_never_meets_a_step() -> None:
     threads = [threading.Thread(target=steps) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert inside.wait(10)
+    assert inside.wait(LIMIT)
     for _ in range(5):
         with lock.write():  # two threads that step all the time cannot keep it waiting
             changing.append(1)
@@ -174,7 +176,7 @@ def test_a_change_goes_first_and_never_meets_a_step() -> None:
             changing.clear()
     stop.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(LIMIT)
         assert not thread.is_alive()
     assert not met
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_store_ranks import raised, start
+from waiting import has_ended, until
 
-import rlhfkit.rank_store
 from rlhfkit.data.types import Prompt
+from rlhfkit.rank_store import rank_store
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.supervision.calls import Request
 from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE
@@ -20,45 +21,45 @@ from rlhfkit.rollout.vllm.placement import RankLocation
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender
 from rollout.remote import sleeping_engines
-from rollout.toy_engines import request, toy_engines
+from rollout.toy_engines import HELD, request, toy_engines
 
 SPEC = SamplingSpec(group_size=2, max_new_tokens=8)
 
 
 class ToyPool(VLLMPool):
-    """Engines that answer a prompt after as many tenths of a second as its first token says."""
+    """Engines that answer a prompt after as many tenths of a second as its first token says; from 120 on never."""
 
     def __init__(self, num_engines: int = 1) -> None:
-        super().__init__(num_engines, device="cpu", generate_timeout=60.0, sync_timeout=10.0, bucket_bytes=2**20)
+        super().__init__(num_engines, device="cpu", generate_timeout=60.0, sync_timeout=60.0, bucket_bytes=2**20)
 
     def prepare_requests(self, model: str, trust_remote_code: bool) -> None:
-        """There is no model."""
+        """There is no model; from here on ranks wait for the engines, longer than a collective may take."""
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
 
     def start_engines(
         self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
     ) -> None:
         self.connect_to_ray(ranks)
-        self.sender = ProcessGroupSender("gloo", timeout=10.0)
+        self.sender = ProcessGroupSender("gloo", timeout=60.0)
         self.engines = toy_engines(self.num_engines, dist.get_world_size(), recovery_timeout=5.0)
 
     def make_request(self, prompt: Prompt, index: int, **_: Any) -> Request:
-        return request(prompt.token_ids.tolist()[0], seconds=prompt.token_ids.tolist()[0] / 10)
+        first = prompt.token_ids.tolist()[0]
+        return request(first, seconds=first / 10 if first < 120 else HELD)
 
 
 def open_pool(num_engines: int = 1) -> tuple[int, ToyPool]:
-    """Join the other ranks and start the engines, which may take longer than the process group's time limit."""
+    """Join the other ranks and start the engines, which takes longer than the process group's time limit."""
     rank, _ = start()
-    rlhfkit.rank_store.DEAD_AFTER_SECONDS = 5.0
-    rlhfkit.rank_store.rank_store()
+    rank_store()
     pool = ToyPool(num_engines)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     pool.start("no model", dtype=torch.float32, load_weights=True)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
     return rank, pool
 
 
 def in_flight(pool: ToyPool) -> Any:
-    """A stream of this rank whose request takes 12 seconds."""
+    """A stream of this rank whose request is not answered."""
     stream = pool.stream(SPEC, iteration=0)
     stream.submit([Prompt(0, [120])])
     return stream
@@ -105,9 +106,8 @@ def lose_an_engine(rank: int, pool: ToyPool) -> dict[str, Any]:
     assert pool.engines is not None
     if rank == 0:
         actor = pool.engines.handles[0].actor
-        deadline = time.monotonic() + 10
-        while begun < 16 and time.monotonic() < deadline:
-            begun, _ = ray.get(actor.seen.remote())
+        until(lambda: ray.get(actor.seen.remote())[0] >= 16)
+        begun, _ = ray.get(actor.seen.remote())
         ray.kill(actor, no_restart=False)
     groups = [group for _ in range(4) for group in stream.collect(1)]
     nothing_left = stream.collect(1) == []
@@ -129,34 +129,40 @@ def an_engine_and_a_rank_die(folder: Path) -> dict[str, Any]:
 
     rank, pool = open_pool(num_engines=2)
     report = lose_an_engine(rank, pool)
-    stream = in_flight(pool) if rank == 1 else None
-    dist.barrier()
+    if rank == 1:
+        stream = in_flight(pool)
+        [(_, engine, key)] = stream.scheduler._in_flight.values()
+        until(lambda: ray.get(engine.actor.has_begun.remote(key)))
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
     if rank > 0:
-        time.sleep(0.5 if stream is not None else 0.0)
         os._exit(0)
     assert pool.engines is not None
-    time.sleep(1.0)
+    until(lambda: has_ended(pids[1]))
     (sample, _) = pool.generate([Prompt(1, [1])], SPEC, iteration=0)
-    engines = pool.engines.handles
-    deadline = time.monotonic() + 60  # engine 0 is started again with the weights of version 0
-    while any(handle.state is not State.SERVING for handle in engines) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    seen = ray.get([handle.actor.seen.remote() for handle in engines])
+    engines = pool.engines
+
+    def all_serve() -> bool:
+        engines.update(at_once=True)
+        return all(handle.state is State.SERVING for handle in engines.handles)
+
+    until(all_serve)  # engine 0 is started again with the weights of version 0
+    seen = ray.get([handle.actor.seen.remote() for handle in engines.handles])
     started, aborted = sum(number for number, _ in seen), [key for _, keys in seen for key in keys]
-    counted, restarts = sum(handle.num_requests for handle in engines), pool.engines.handles[1].restarts
+    counted, restarts = sum(handle.num_requests for handle in engines.handles), engines.handles[1].restarts
     pool.close()
-    deadline = time.monotonic() + 10
-    while left := ray.util.list_named_actors(all_namespaces=True):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
+
+    def left() -> list[str]:
+        named = ray.util.list_named_actors(all_namespaces=True)
+        return [one["name"] for one in named if one["namespace"] == ENGINE_NAMESPACE]
+
+    until(lambda: not left(), report=left)
     return report | {
         "tokens": sample.token_ids.tolist(),
         "started": started,
         "aborted": aborted,
         "counted": counted,
         "restarts": restarts,
-        "left": [one["name"] for one in left if one["namespace"] == ENGINE_NAMESPACE],
     }
 
 
@@ -166,7 +172,7 @@ def rank_0_dies(folder: Path) -> dict[str, Any]:
     stream = in_flight(pool)
     dist.barrier()
     if rank == 0:
-        time.sleep(0.5)
+        time.sleep(0.5)  # rank 1 waits by now, or else will wait for a rank that is dead already
         os.kill(os.getpid(), 9)
     text, seconds = raised(lambda: stream.collect(1))
     begin = time.monotonic()

@@ -1,13 +1,13 @@
 """Ranks that ask one engine, and ranks that die while it works for them: real ranks and Ray, without a model."""
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from strategies import ranks
+from waiting import until
 
 from rollout.remote.pool_ranks import RankOnRay
 from rollout.remote.sleeping_engines import merged, phases_of_a_run
@@ -18,10 +18,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.ray]
 def report_of(scenario: str, survivor: int, folder: Path, num_ranks: int = 2) -> dict[str, Any]:
     """What one of several ranks reports, of which another dies."""
     processes = ranks.start(f"rollout.remote.pool_ranks:{scenario}", ranks=num_ranks, folder=folder)
-    deadline = time.monotonic() + 600
     try:
-        while processes[survivor].poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+        until(lambda: processes[survivor].poll() is not None, limit=600)
     finally:
         ranks.stop(processes)
     result = folder / f"result_{survivor}.json"
@@ -75,11 +73,11 @@ def test_requests_of_four_ranks_outlive_an_engine_and_those_of_a_dead_rank_leave
     assert report["tokens"] == [1, 1, 1]  # the engines serve rank 0 after the death of rank 1
     assert report["started"] >= 4 * 4 + 4  # those of the other engine, those of the dead rank, and the last ones
     assert report["aborted"] == []
-    assert (report["counted"], report["restarts"], report["left"]) == (0, 0, [])
+    assert (report["counted"], report["restarts"]) == (0, 0)
 
 
 def test_the_death_of_rank_0_is_an_error_of_ranks_that_wait_for_samples(tmp_path: Path) -> None:
     report = report_of("rank_0_dies", 1, tmp_path)
     assert report["error"].startswith("RankError: rank 0, which holds the table of the engines, does not answer")
-    assert report["seconds"] < 30
-    assert report["closing"] < 30
+    assert report["seconds"] < 50  # and not the 60 in which a request must be finished
+    assert report["closing"] < 50

@@ -3,12 +3,12 @@
 Callback, Trainer and pool are real; the order of what they do is that of ``callbacks/rollout/parts/shared_devices.py``.
 """
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from rlhfkit import Ahead
 from rlhfkit.callbacks import SharedDevices
@@ -108,11 +108,7 @@ def test_an_engine_that_dies_asleep_gets_the_weights_that_the_pool_thinks_it_has
             return
         killed.append(engines.handles[0])
         ray.kill(killed[0].actor, no_restart=False)
-        deadline = time.monotonic() + 60
-        while killed[0].state is not State.DEAD:
-            assert time.monotonic() < deadline
-            engines.wait(0.05)
-        time.sleep(0.5)
+        until(lambda: engines.wait(0.05) or killed[0].state is State.DEAD)
         engines.update(at_once=True)
         assert engines.handles[0] is killed[0]  # training has the memory
 

@@ -1,10 +1,10 @@
 """Requests of one caller: real Ray actors without a model."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from waiting import until
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
@@ -14,7 +14,7 @@ from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.supervision.scheduler import RequestScheduler
 from rlhfkit.rollout.vllm.stream import PoolStream
-from rollout.toy_engines import BREAKS, request, toy_engines
+from rollout.toy_engines import BREAKS, HELD, request, toy_engines
 
 pytestmark = pytest.mark.ray
 
@@ -30,60 +30,71 @@ def engines(ray_session: None) -> Iterator[Engines]:
 
 
 def make_request(prompt: Prompt, index: int, *, iteration: int, begun: Sample | None = None) -> Request:
-    """The answer has as many tokens as the iteration's number says; what was begun ends at once."""
-    tokens = iteration if begun is None else iteration - begun.num_tokens
-    return request(
-        prompt.token_ids.tolist()[0], tokens=tokens, seconds=0.0 if begun else prompt.token_ids.tolist()[0] / 10
-    )
+    """The answer has as many tokens as the iteration's number says, after tenths of a second as the prompt's says.
+
+    A prompt of 90 or more is held; what was begun ends at once.
+    """
+    tokens, first = iteration if begun is None else iteration - begun.num_tokens, prompt.token_ids.tolist()[0]
+    return request(first, tokens=tokens, seconds=0.0 if begun else HELD if first >= 90 else first / 10)
 
 
 def open_stream(engines: Engines) -> PoolStream:
     """A stream of groups of two."""
     sampling = SamplingSpec(group_size=2, max_new_tokens=8)
-    return PoolStream(engines, sampling, make_request, 30.0, iteration=2, knows_logprobs=True)
+    return PoolStream(engines, sampling, make_request, 60.0, iteration=2, knows_logprobs=True)
+
+
+class Clock:
+    """Seconds pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def test_a_wait_ends_when_its_time_is_over_and_loses_nothing(engines: Engines) -> None:
-    scheduler = RequestScheduler(engines, timeout=30)
-    job = scheduler.submit([request(seconds=4.0)])
+    scheduler = RequestScheduler(engines, timeout=60)
+    job = scheduler.submit([request(until="waits are over")])
     for wait in (0.0, 0.2):
-        begin = time.monotonic()
-        assert scheduler.collect(wait) == {}
-        assert time.monotonic() - begin < wait + 1.5
-    assert list(scheduler.collect(30.0)) == [job]
+        assert scheduler.collect(wait) == {}  # a wait for the job would end in a StallError
+    engines.handles[0].actor.release.remote("waits are over")
+    assert list(scheduler.collect(60.0)) == [job]
     assert scheduler.collect() == {}
     scheduler.close()
 
 
 def test_a_caller_that_polls_learns_of_a_stall_as_one_that_waits(engines: Engines) -> None:
-    scheduler = RequestScheduler(engines, timeout=1.0)
-    scheduler.submit([request(seconds=60.0)])
-
-    def poll() -> None:
-        for _ in range(100):
-            scheduler.collect(0.05)
-            time.sleep(0.05)
-
+    clock = Clock()
+    scheduler = RequestScheduler(engines, timeout=1.0, clock=clock)
+    scheduler.submit([request(seconds=HELD)])
+    for clock.now in (0.0, 0.4, 0.8):
+        assert scheduler.collect(0.0) == {}
+    clock.now = 1.2
     with pytest.raises(StallError, match=r"no request was finished for 1 s; waiting for 1 of 1 jobs"):
-        poll()
+        scheduler.collect(0.0)
     scheduler.close()
 
 
 def test_time_that_the_caller_spends_on_results_is_no_stall(engines: Engines) -> None:
-    scheduler = RequestScheduler(engines, timeout=4.0)
-    scheduler.submit([request()])
-    scheduler.submit([request(seconds=5.0)])
-    assert len(scheduler.collect()) == 1
-    time.sleep(4.1)
-    assert len(scheduler.collect()) == 1
+    clock = Clock()
+    scheduler = RequestScheduler(engines, timeout=4.0, clock=clock)
+    first, second = scheduler.submit([request()]), scheduler.submit([request(until="results are looked at")])
+    assert list(scheduler.collect()) == [first]
+    clock.now = 4.1
+    engines.handles[0].actor.release.remote("results are looked at")
+    assert list(scheduler.collect()) == [second]
     scheduler.close()
 
 
 def test_one_stream_samples_for_several_iterations_in_the_order_of_submission(engines: Engines) -> None:
+    import ray
+
     stream = open_stream(engines)
     stream.submit([Prompt(0, [3]), Prompt(1, [1])], iteration=5)
     stream.submit([Prompt(0, [2])])
-    time.sleep(1.0)
+    answers = [*stream.scheduler._in_flight]
+    assert len(ray.wait(answers, num_returns=3, timeout=60)[0]) == 3
     groups = stream.collect(2, wait=30.0) + stream.collect(2, wait=30.0)
     assert [(group[0].prompt.index, group[0].token_ids.tolist()) for group in groups] == [
         (0, [3] * 5),
@@ -100,9 +111,7 @@ def test_a_stream_that_is_cut_returns_what_was_made_and_another_continues_it(eng
     stream.submit([Prompt(0, [1]), Prompt(1, [90]), Prompt(2, [90])], iteration=5)
     (first,) = stream.collect(3, wait=30.0)
     assert first[0].prompt.index == 0
-    begin = time.monotonic()
-    cut = stream.cut()
-    assert time.monotonic() - begin < 20.0
+    cut = stream.cut()  # without those that are not cut within its own limit
     assert [(group[0].prompt.index, [sample.finish_reason for sample in group]) for group in cut] == [
         (1, ["abort"] * 2),
         (2, ["abort"] * 2),
@@ -125,7 +134,6 @@ def test_a_stream_that_is_closed_leaves_no_request_behind(engines: Engines) -> N
     """Neither counted here nor in the engine."""
     import ray
 
-    _, before = ray.get(engines.handles[0].actor.seen.remote())
     stream = open_stream(engines)
     stream.submit([Prompt(row, [90]) for row in range(6)])
     assert engines.handles[0].num_requests == 12
@@ -133,10 +141,12 @@ def test_a_stream_that_is_closed_leaves_no_request_behind(engines: Engines) -> N
         stream.close()
         assert stream.collect(1) == []
     assert engines.handles[0].num_requests == 0
-    aborted, end = before, time.monotonic() + 30
-    while len(aborted) - len(before) < 6 and time.monotonic() < end:  # the engine is told, and not waited for
-        _, aborted = ray.get(engines.handles[0].actor.seen.remote())
-    assert len(aborted) - len(before) == 6
+
+    def aborted() -> set[str]:
+        _, keys = ray.get(engines.handles[0].actor.seen.remote())
+        return {key for key in keys if key.startswith(stream.scheduler._name)}
+
+    until(lambda: len(aborted()) == 6)  # the engine is told, and not waited for
 
 
 def test_streams_of_several_threads_get_what_is_theirs(engines: Engines) -> None:

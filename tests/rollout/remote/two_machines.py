@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ray.cluster_utils import Cluster
+from waiting import until
 
 
 def place_engines(folder: Path) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def place_engines(folder: Path) -> dict[str, Any]:
         dedicated = DedicatedPlacement(2, cpus=1, gpus=0, timeout=60)
         placed = ray.util.placement_group_table(dedicated._group)["bundles_to_node_id"]
         report["machines"] = len(set(placed.values()))
+        until(lambda: not ray.available_resources().get("CPU"))  # which machines tell a moment later
         asked = {
             "too_many": (3, 1, 0, 1),
             "taken": (2, 1, 0, 1),

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models.vision_families import VISION_FAMILIES, picture, prompts, save_vision_model
-from shared_pool import SharedPool
+from shared_pool import SharedPool, until_sampling
 from torch import nn
 from transformers.models.smolvlm import processing_smolvlm
 
@@ -198,7 +197,8 @@ def test_samples_that_run_through_a_sync_continue_with_the_new_weights_and_pictu
     pool.load(ModuleWeights(models[4]), 4)
     stream = pool.stream(dataclasses.replace(SPEC, max_new_tokens=400, min_new_tokens=400), iteration=4)
     stream.submit(prompts(folder, several=True))
-    time.sleep(0.2)
+    assert pool.engines is not None
+    until_sampling(pool.engines.handles[0])
     pool.load(ModuleWeights(models[5]), 5)
     samples = []
     while groups := stream.collect(8):

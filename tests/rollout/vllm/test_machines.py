@@ -3,11 +3,11 @@
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from strategies import ranks
+from waiting import has_ended, until
 
 from rlhfkit.rollout.vllm.machines import WorkerMachines
 
@@ -72,11 +72,8 @@ def test_a_worker_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    status = Path(f"/proc/{int(parent.stdout.readline())}/status")
-    assert status.exists()
+    child = int(parent.stdout.readline())
+    assert not has_ended(child)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 120
-    while status.exists() and "zombie" not in status.read_text():  # one that nobody collects has ended too
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: has_ended(child))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from shared_pool import SharedPool
+from shared_pool import SharedPool, until_sampling
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 
@@ -126,10 +126,12 @@ class TestWeights:
     def test_samples_that_are_cut_are_continued_with_the_new_weights(
         self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
     ) -> None:
-        spec = SamplingSpec(group_size=4, max_new_tokens=96)
+        spec = SamplingSpec(group_size=4, max_new_tokens=400)
         model, stream = load_trainer_model(vllm_model), pool.stream(spec, iteration=0)
         stream.submit(prompts)
-        time.sleep(0.25)
+        assert pool.engines is not None
+        for engine in pool.engines.handles:
+            until_sampling(engine)
         begun = stream.cut()
         cut = keyed([sample for group in begun for sample in group])
         unfinished = [sample for sample in cut.values() if sample.finish_reason == "abort"]
@@ -145,7 +147,7 @@ class TestWeights:
         assert len(samples) == 4 * len(begun)
         for key, sample in keyed(samples).items():
             before = cut[key].num_tokens if key in cut else 0
-            assert sample.num_tokens <= 96
+            assert sample.num_tokens <= 400
             assert sample.versions.tolist() == [0] * before + [1] * (sample.num_tokens - before)
             if before:
                 assert (sample.token_ids.tolist()[:before], sample.logprobs.tolist()[:before]) == (
@@ -155,7 +157,7 @@ class TestWeights:
             logprobs = trainer_logits(model, sample).log_softmax(-1)
             own = logprobs.gather(-1, torch.tensor(sample.token_ids.tolist())[:, None])[before:, 0]
             torch.testing.assert_close(torch.tensor(sample.logprobs.tolist()[before:]), own, rtol=0, atol=EXACT)
-        assert all(handle.num_requests == 0 for handle in pool.engines.handles)  # type: ignore[union-attr]
+        assert all(handle.num_requests == 0 for handle in pool.engines.handles)
 
     def test_adapters_arrive_merged(self, vllm_pool: SharedPool, vllm_model: Path, prompts: list[Prompt]) -> None:
         for version, (dora, quantization) in enumerate([(True, None), (False, "nf4")], start=1):
@@ -391,7 +393,8 @@ def test_two_zero3_ranks_publish_and_notice_every_failure_alike(tmp_path: Path) 
     assert first["last_rank_fails"] == "EngineError: rank 1 failed: OSError: the last rank's disk is gone"
     assert "vLLM engine 0 of 1" in first["dead_engine"]
     assert "died while" in first["dead_engine"]
-    assert second["dead_engine"].startswith("EngineError: rank 0 failed: EngineFailure: vLLM engine 0 of 1")
+    # Found by the load, or by a probe before it.
+    assert re.match(r"(?s)EngineError: rank 0 failed: Engine\w+: .*vLLM engine 0 of 1", second["dead_engine"])
 
 
 class TestWithoutEngines:

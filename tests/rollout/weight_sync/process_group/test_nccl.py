@@ -46,7 +46,7 @@ def test_a_broadcast_waits_for_what_the_current_stream_has_in_its_queue() -> Non
     device = torch.device("cuda", torch.cuda.current_device())
     group = NcclGroup(open_store("127.0.0.1", 30), "weights", 0, 1, 30, device)
     group.connect()
-    torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # some 50 ms
+    torch.cuda._sleep(4 * 10**9)  # type: ignore[no-untyped-call]  # some seconds
     broadcast = group.broadcast(torch.ones(8, dtype=torch.uint8, device=device))
     assert not broadcast.is_completed()
     broadcast.wait()

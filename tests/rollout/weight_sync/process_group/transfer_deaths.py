@@ -21,8 +21,8 @@ from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSende
 
 TENSORS = 40
 INFOS = [WeightInfo(f"layer.{index}", (2**18,), torch.float32) for index in range(TENSORS)]  # 1 MiB each
-LATE = 5.0  # seconds until what is suspended is given up
-PATIENT = 60.0  # until what is dead would be: not reached
+LATE = 10.0  # seconds until what is suspended is given up
+PATIENT = 300.0  # until what is dead would be: not reached
 SCENARIOS = {  # who, what happens to it, after how many buckets, the time limit
     "worker dies": (2, signal.SIGKILL, 3, PATIENT),
     "worker is suspended": (2, signal.SIGSTOP, 3, LATE),
@@ -184,7 +184,7 @@ def main() -> None:
     started = {scenario: begin(scenario) for scenario in SCENARIOS}
     open_ends = {reading: scenario for scenario, (_, readings) in started.items() for reading in readings}
     found: dict[str, list[Any]] = {scenario: [] for scenario in SCENARIOS}
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 250
     while open_ends and time.monotonic() < deadline:
         for reading in wait(list(open_ends), 0.5):
             assert isinstance(reading, Connection)
