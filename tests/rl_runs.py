@@ -101,6 +101,13 @@ def setup_run(
     return trainer, made, data, rollouts
 
 
+def fit_run(folder: Path, *, resume: Any = None, **arguments: Any) -> tuple[L.Trainer, Any, RolloutCallback]:
+    """Trainer, module and callback after the run of :func:`setup_run` with these arguments, from a checkpoint on."""
+    trainer, module, data, rollouts = setup_run(folder, **arguments)
+    trainer.fit(module, data, ckpt_path=resume)
+    return trainer, module, rollouts
+
+
 def weights(module: GRPOModule) -> dict[str, torch.Tensor]:
     """The policy's weights."""
     return {name: tensor.detach().clone() for name, tensor in module.policy.state_dict().items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
-from rl_runs import setup_run
+from rl_runs import fit_run
 
 from rlhfkit import SampleTable
 from rlhfkit.costs import Throughput
@@ -34,10 +34,7 @@ def main() -> None:
         folder.mkdir()
         with contextlib.redirect_stdout(sys.stderr):
             logger, callbacks = logger_of(kind, folder), [Throughput(), SampleTable(rows=4)]
-            trainer, module, data, _ = setup_run(
-                folder, callbacks=callbacks, max_epochs=2, logger=logger, log_every_n_steps=1
-            )
-            trainer.fit(module, data)
+            fit_run(folder, callbacks=callbacks, max_epochs=2, logger=logger, log_every_n_steps=1)
             metrics, columns, rows = READERS[kind](logger, folder)
         print(json.dumps([sorted(metrics), columns, rows]), flush=True)
 

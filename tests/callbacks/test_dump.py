@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import digits, fit_run, setup_run
 from torch import Tensor
 
 from rlhfkit import (
@@ -45,22 +45,19 @@ class SaveInside(L.Callback):
 
 def test_a_resume_inside_an_iteration_leaves_its_dump_and_other_samples_lie_beside_the_old(tmp_path: Path) -> None:
     folder, saved = tmp_path / "dump", tmp_path / "inside.ckpt"
-    trainer, module, data, _ = setup_run(tmp_path, callbacks=[RolloutDump(folder), SaveInside(saved)], max_epochs=3)
-    trainer.fit(module, data)
+    fit_run(tmp_path, callbacks=[RolloutDump(folder), SaveInside(saved)], max_epochs=3)
     contents = {path.name: path.read_text() for path in folder.iterdir()}
     assert all(len(text.splitlines()) == 32 for text in contents.values())
     (folder / "iteration_000002.jsonl").unlink()
 
-    trainer, module, data, _ = setup_run(tmp_path, callbacks=[RolloutDump(folder)], max_epochs=3)
-    trainer.fit(module, data, ckpt_path=str(saved))
+    fit_run(tmp_path, callbacks=[RolloutDump(folder)], max_epochs=3, resume=str(saved))
     assert {path.name: path.read_text() for path in folder.iterdir()} == contents
 
     def other(samples: Sequence[Sample]) -> list[float]:
         return [1.0 - reward for reward in digits(samples)]
 
     rollouts = RolloutCallback(other, sampling=SAMPLING)
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[RolloutDump(folder)], max_epochs=1)
-    trainer.fit(module, data)
+    fit_run(tmp_path, rollouts=rollouts, callbacks=[RolloutDump(folder)], max_epochs=1)
     name = "iteration_000000"
     assert (folder / f"{name}.replaced-1.jsonl").read_text() == contents[f"{name}.jsonl"]
     assert len((folder / f"{name}.jsonl").read_text().splitlines()) == 32
@@ -110,8 +107,7 @@ STOPPING = SamplingSpec(group_size=4, max_new_tokens=24, stop_token_ids=tuple(ra
 def test_what_must_hold_holds(tmp_path: Path, arguments: dict[str, Any]) -> None:
     watch = Invariants()
     rollouts = RolloutCallback(**{"reward": digits, "sampling": SAMPLING} | arguments)
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[watch], max_epochs=3)
-    trainer.fit(module, data)
+    trainer, *_ = fit_run(tmp_path, rollouts=rollouts, callbacks=[watch], max_epochs=3)
     assert watch.checked == 3
     metrics = trainer.callback_metrics
     if "reward" in arguments:

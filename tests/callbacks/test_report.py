@@ -12,7 +12,7 @@ import PIL.Image
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rl_runs import digits, prompts_file, setup_run
+from rl_runs import digits, fit_run, prompts_file, setup_run
 from tiny_models import tiny_model
 
 from rlhfkit import RolloutCallback, RunReport, SamplingSpec, SFTDataModule, SFTModule
@@ -27,10 +27,9 @@ from rlhfkit.data.types import Prompt
 
 
 def fit(folder: Path, report: RunReport, epochs: int = 3, **arguments: Any) -> tuple[L.Trainer, Any, RolloutCallback]:
-    trainer, module, data, rollouts = setup_run(
+    trainer, module, rollouts = fit_run(
         folder, callbacks=[report, *arguments.pop("more", ())], max_epochs=epochs, **arguments
     )
-    trainer.fit(module, data)
     return trainer, module, rollouts
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from rl_runs import setup_run
+from rl_runs import fit_run
 
 from rlhfkit import SampleTable
 
@@ -39,8 +39,7 @@ def test_loggers_get_the_table_and_the_metrics(tmp_path: Path) -> None:
 def test_the_table_is_printed_every_so_many_iterations_with_prompts_and_parts_of_the_reward(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer, module, data, rollouts = setup_run(tmp_path, callbacks=[SampleTable(every_n_iterations=2)], max_epochs=3)
-    trainer.fit(module, data)
+    _, _, rollouts = fit_run(tmp_path, callbacks=[SampleTable(every_n_iterations=2)], max_epochs=3)
     printed = capsys.readouterr().out
     assert "iteration 0" in printed
     assert "iteration 1" not in printed

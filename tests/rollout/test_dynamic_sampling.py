@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from rl_runs import setup_run, weights
+from rl_runs import fit_run, weights
 
 from rlhfkit import DynamicSampling, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.parts.dynamic_sampling import has_signal
@@ -63,8 +63,14 @@ def run(folder: Path, **trainer_arguments: Any) -> tuple[Any, Any, Keep]:
         odd_prompts_only, sampling=SamplingSpec(group_size=4, max_new_tokens=8), parts=[DynamicSampling()]
     )
     keep = Keep(rollouts)
-    trainer, module, data, _ = setup_run(folder, rollouts=rollouts, callbacks=[keep], max_epochs=3, **trainer_arguments)
-    trainer.fit(module, data, ckpt_path=folder / "first.ckpt" if (folder / "first.ckpt").exists() else None)
+    trainer, module, _ = fit_run(
+        folder,
+        rollouts=rollouts,
+        callbacks=[keep],
+        max_epochs=3,
+        **trainer_arguments,
+        resume=folder / "first.ckpt" if (folder / "first.ckpt").exists() else None,
+    )
     return trainer, module, keep
 
 
@@ -86,8 +92,7 @@ def test_training_sees_only_groups_with_signal_and_resumes_bitwise(tmp_path: Pat
     rollouts = RolloutCallback(
         odd_prompts_only, sampling=SamplingSpec(group_size=4, max_new_tokens=8), parts=[DynamicSampling()]
     )
-    stopped, second, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[saver], max_epochs=2)
-    stopped.fit(second, data)
+    fit_run(tmp_path, rollouts=rollouts, callbacks=[saver], max_epochs=2)
     _, resumed, _ = run(tmp_path)
     for name, tensor in weights(module).items():
         assert (weights(resumed)[name] == tensor).all()
@@ -101,8 +106,7 @@ def test_an_iteration_without_enough_signal_is_filled_up_and_says_so(
         sampling=SamplingSpec(group_size=4, max_new_tokens=4),
         parts=[DynamicSampling(max_rounds=2)],
     )
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=2)
-    trainer.fit(module, data)
+    trainer, *_ = fit_run(tmp_path, rollouts=rollouts, max_epochs=2)
     assert "accepted only 0 of the 8 groups that are needed, of 16 that were sampled" in caplog.text
     alarms = [one for one in caplog.messages if "rollout/zero_advantage_fraction is 1: almost all samples" in one]
     assert len(alarms) == 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_runs import PlainGRPO, digits, samples_of_all_ranks, setup_run, weights
+from rl_runs import PlainGRPO, digits, fit_run, samples_of_all_ranks, setup_run, weights
 from shared_pool import SharedPool
 from strategies import ranks
 from tiny_models import tiny_model, tiny_tokenizer
@@ -306,8 +306,7 @@ def test_vllm_makes_the_same_kind_of_groups(vllm_pool: SharedPool, vllm_model: P
 def test_everything_that_functions_do_trains_with_every_kind_of_rollout(tmp_path: Path, more: Any) -> None:
     checks = Invariants()
     rollouts = RolloutCallback(digits, sampling=SAMPLING, group=all_together, **more)
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[checks])
-    trainer.fit(module, data)
+    trainer, *_ = fit_run(tmp_path, rollouts=rollouts, callbacks=[checks])
     assert checks.checked == 2
     assert trainer.global_step == 4
     if not more:  # engine and trainer agree about all that is trained on
@@ -328,8 +327,7 @@ def test_a_group_that_was_scored_as_it_is_is_not_scored_again(tmp_path: Path) ->
         return group if prompt.index % 2 else group[1:]  # a part of a group may be judged otherwise
 
     rollouts = RolloutCallback(counted, sampling=SAMPLING, group=once)
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
-    trainer.fit(module, data)
+    fit_run(tmp_path, rollouts=rollouts, max_epochs=1)
     odd = sum(index % 2 for index in {sample.prompt.index for sample in rollouts.samples})
     assert len(scored) == 4 * odd + (4 + 3) * (8 - odd)
 
@@ -348,7 +346,7 @@ def test_an_iteration_of_groups_of_any_size_trains_every_sample_once(tmp_path: P
 
     rollouts = RolloutCallback(digits, sampling=SAMPLING, group=uneven)
     sizes = {"max_tokens_per_micro_batch": 64, "updates_per_iteration": 2, "micro_batch_size": None} if capped else {}
-    trainer, module, data, _ = setup_run(
+    trainer, *_ = fit_run(
         tmp_path,
         rollouts=rollouts,
         callbacks=[Rows()],
@@ -356,7 +354,6 @@ def test_an_iteration_of_groups_of_any_size_trains_every_sample_once(tmp_path: P
         accumulate_grad_batches=1 if capped else 8,
         max_epochs=1,
     )
-    trainer.fit(module, data)
     made = [(sample.prompt.index, sample.sample_index) for sample in rollouts.samples]
     assert sorted(trained) == sorted(made)
     assert len(made) == sum(4 if index % 3 else size for index in {index for index, _ in made})
@@ -378,11 +375,9 @@ def test_a_loss_of_pairs_refuses_a_group_of_one(tmp_path: Path) -> None:
 def test_a_recorded_run_is_replayed_without_its_function(tmp_path: Path) -> None:
     dump = RolloutDump(tmp_path / "dump")
     recorded = RolloutCallback(digits, sampling=SAMPLING, group=ask_again)
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=recorded, callbacks=[dump], max_epochs=1)
-    trainer.fit(module, data)
+    _, module, _ = fit_run(tmp_path, rollouts=recorded, callbacks=[dump], max_epochs=1)
     replayed = RolloutCallback(digits, engine=ReplayEngine(tmp_path / "dump"), sampling=SAMPLING, group=ask_again)
-    trainer, again, data, _ = setup_run(tmp_path, rollouts=replayed, max_epochs=1)
-    trainer.fit(again, data)
+    _, again, _ = fit_run(tmp_path, rollouts=replayed, max_epochs=1)
     assert tokens(replayed.samples) == tokens(recorded.samples)
     assert all(torch.equal(weights(module)[name], tensor) for name, tensor in weights(again).items())
 
@@ -399,7 +394,7 @@ def on_ranks(folder: Path, world: int) -> dict[str, Any]:
             def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
                 seen.extend(tokens(samples_of_all_ranks(rollouts)))  # noqa: B023
 
-        trainer, module, data, _ = setup_run(
+        _, module, _ = fit_run(
             folder / f"rank{rank}",
             module=PlainGRPO,
             module_arguments={"lr": 0.05},
@@ -410,7 +405,6 @@ def on_ranks(folder: Path, world: int) -> dict[str, Any]:
             devices=world,
             use_distributed_sampler=False,
         )
-        trainer.fit(module, data)
         results[name] = seen, [float(tensor.double().abs().sum()) for tensor in weights(module).values()]
     return results
 

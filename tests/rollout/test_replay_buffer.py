@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import PlainGRPO, setup_run, weights
+from rl_runs import PlainGRPO, fit_run, setup_run, weights
 from torch import Tensor
 
 from rlhfkit import (
@@ -263,10 +263,15 @@ def fit(folder: Path, *callbacks: Any, engine: Any = None, resume: Any = None, *
         parts=[ReplayBuffer(fraction=0.25, max_age=4)],
         **arguments,
     )
-    trainer, module, data, _ = setup_run(
-        folder, module=PlainGRPO, module_arguments={"lr": 0.05}, rollouts=rollouts, callbacks=callbacks, max_epochs=4
+    trainer, module, _ = fit_run(
+        folder,
+        module=PlainGRPO,
+        module_arguments={"lr": 0.05},
+        rollouts=rollouts,
+        callbacks=callbacks,
+        max_epochs=4,
+        resume=resume,
     )
-    trainer.fit(module, data, ckpt_path=resume)
     return trainer, module
 
 

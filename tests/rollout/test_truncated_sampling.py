@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import digits, fit_run, setup_run
 from tiny_models import tiny_model
 
 from rlhfkit import LocalEngine, Prompt, RolloutCallback, Sample, SamplingSpec, VLLMPool
@@ -40,11 +40,10 @@ def run(folder: Path, engine: Any, model: Path | None = None) -> tuple[Weigh, di
     """One iteration of one update with the strictest of the corrections."""
     weigh = Weigh()
     rollouts = RolloutCallback(digits, engine=engine, sampling=NUCLEUS)
-    trainer, module, data, _ = setup_run(
+    trainer, *_ = fit_run(
         folder, model=model, rollouts=rollouts, callbacks=[weigh], max_epochs=1, accumulate_grad_batches=1,
         module_arguments={"lr": 1e-6, "parts": [Correction("geo-mask")]}, data_arguments={"rollout_batch_size": 4},
     )  # fmt: skip
-    trainer.fit(module, data)
     return weigh, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -140,8 +139,7 @@ def test_without_a_correction_they_are_not_needed_and_the_mismatch_is_not_known(
         digits, engine=OnlyTruncated(), sampling=SamplingSpec(group_size=4, max_new_tokens=4, top_p=0.9)
     )
     assert not rollouts.engine.configure_logprobs(rollouts.sampling)
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
-    trainer.fit(module, data)
+    trainer, *_ = fit_run(tmp_path, rollouts=rollouts, max_epochs=1)
     assert math.isfinite(trainer.callback_metrics["loss"])
     assert math.isnan(trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import digits, fit_run
 from tiny_models import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -129,8 +129,7 @@ def run(
     look = Look(rollouts)
     torch.manual_seed(0)
     arguments |= {"callbacks": [*callbacks, look], "use_distributed_sampler": False}
-    trainer, made, data, _ = setup_run(folder, module=module, rollouts=rollouts, **arguments)
-    trainer.fit(made, data, ckpt_path=ckpt_path)
+    trainer, *_ = fit_run(folder, module=module, rollouts=rollouts, **arguments, resume=ckpt_path)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {"tokens": look.tokens, "digest": look.digest, "metrics": metrics, "log": engine.log}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from rl_runs import PlainGRPO, digits, samples_of_all_ranks, setup_run, weights
+from rl_runs import PlainGRPO, digits, fit_run, samples_of_all_ranks, weights
 
 from rlhfkit import (
     DynamicSampling,
@@ -99,7 +99,7 @@ def fit(
 ) -> Any:
     os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
     keep = Keep()
-    trainer, module, made, _ = setup_run(
+    trainer, module, _ = fit_run(
         folder / f"rank{RANK}",  # ranks must not write the same model
         module=PlainGRPO,
         module_arguments={"lr": 0.05, "kl_coef": 0.01} | (given or {}),
@@ -112,7 +112,6 @@ def fit(
         accumulate_grad_batches=1,
         data_arguments={"rollout_batch_size": 6, "micro_batch_size": 12 // RANKS, **data},
     )
-    trainer.fit(module, made)
     return trainer, module, keep
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from rl_runs import ahead, digits, samples_of_all_ranks, setup_run
+from rl_runs import ahead, digits, fit_run, samples_of_all_ranks, setup_run
 from strategies import ranks
 from waiting import LIMIT
 
@@ -49,8 +49,7 @@ def run(folder: Path, staleness: int) -> Watch:
     """Four iterations."""
     watch = Watch()
     rollouts = RolloutCallback(digits, sampling=SAMPLING, parts=ahead(staleness))
-    trainer, module, data, _ = setup_run(folder, rollouts=rollouts, callbacks=[watch], max_epochs=4)
-    trainer.fit(module, data)
+    fit_run(folder, rollouts=rollouts, callbacks=[watch], max_epochs=4)
     return watch
 
 
@@ -95,10 +94,9 @@ def test_generating_overlaps_with_training_on_the_same_prompts_and_is_as_old_as_
             return super().generate(prompts, sampling, iteration=iteration)
 
     rollouts = RolloutCallback(digits, engine=Engine(), sampling=SAMPLING, parts=[Ahead(1)])
-    trainer, module, data, _ = setup_run(
+    trainer, *_ = fit_run(
         tmp_path, rollouts=rollouts, callbacks=[Training(handshake), watch], max_epochs=handshake.last + 1
     )
-    trainer.fit(module, data)
     assert rollouts.overlaps
     assert watch.prompts == turns.prompts
     assert watch.rewards[0] == turns.rewards[0]  # of the first iteration, which is never stale
@@ -155,14 +153,13 @@ def test_in_flight_samples_go_on_with_new_weights_and_know_it(tmp_path: Path) ->
     rollouts = RolloutCallback(
         digits, engine=HalfWay(handshake, updates=2), sampling=sampling, parts=[Ahead(1, in_flight=True)]
     )
-    trainer, module, data, _ = setup_run(
+    trainer, *_ = fit_run(
         tmp_path,
         rollouts=rollouts,
         callbacks=[training, Invariants()],
         max_epochs=handshake.last + 1,
         module_arguments={"lr": 1e-2},
     )
-    trainer.fit(module, data)
     assert trainer.callback_metrics["rollout/staleness"] == 1.0  # half of the tokens are two updates old
     assert trainer.callback_metrics["rollout/mixed_fraction"] == 1.0
     expected = [[0] * 8, [0] * 4 + [2] * 4, [2] * 4 + [4] * 4, [4] * 4 + [6] * 4]
@@ -178,14 +175,13 @@ def test_everything_at_once_keeps_its_promises(tmp_path: Path) -> None:
         parts=[DynamicSampling(), Oversampling(0.25), Ahead(2, in_flight=True)],
     )
     watch = Watch()
-    trainer, module, data, _ = setup_run(
+    trainer, *_ = fit_run(
         tmp_path,
         rollouts=rollouts,
         callbacks=[watch, Invariants()],
         data_arguments={"validation_data": held, "validation_split": "train"},
         max_epochs=5,
     )
-    trainer.fit(module, data)
     assert "val/reward" in trainer.callback_metrics
     assert all(len(prompts) == 8 and all(index % 2 for index in prompts) for prompts in watch.prompts)
     assert all(max(ages) <= 2 * min(number, 2) for number, ages in enumerate(watch.ages))
@@ -258,10 +254,7 @@ def train_ahead_on_ranks(folder: Path) -> dict[str, Any]:
         rollouts = RolloutCallback(reward, sampling=SAMPLING, **arguments)
         epochs = 4 if name == "plain" else 3
         micro = {"micro_batch_size": 4}
-        trainer, module, data, _ = setup_run(
-            folder, rollouts=rollouts, callbacks=[watch], data_arguments=micro, max_epochs=epochs, **ranks
-        )
-        trainer.fit(module, data)
+        fit_run(folder, rollouts=rollouts, callbacks=[watch], data_arguments=micro, max_epochs=epochs, **ranks)
         report[name] = {"prompts": watch.prompts, "rewards": watch.rewards, "ages": watch.ages}
     return report
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import setup_run, weights
+from rl_runs import fit_run, weights
 from strategies import ranks
 
 from rlhfkit import GRPOModule, RolloutCallback
@@ -49,10 +49,9 @@ class Watched(GRPOModule):
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Watched, Recorder, RolloutCallback]:
     recorder = Recorder()
-    trainer, module, data, rollouts = setup_run(
+    _, module, rollouts = fit_run(
         tmp_path_factory.mktemp("watched"), module=Watched, module_arguments={"kl_coef": 0.1}, callbacks=[recorder]
     )
-    trainer.fit(module, data)
     return module, recorder, rollouts  # type: ignore[return-value]
 
 
@@ -117,16 +116,14 @@ def test_one_rank_and_two_ranks_train_on_the_same_samples_to_the_same_weights(tm
 
 
 def test_fast_dev_run_is_one_short_update(tmp_path: Path) -> None:
-    trainer, module, data, rollouts = setup_run(tmp_path, fast_dev_run=True)
-    trainer.fit(module, data)
+    trainer, _, rollouts = fit_run(tmp_path, fast_dev_run=True)
     assert trainer.global_step == 1
     assert len(rollouts.samples) == 4
     assert max(len(sample.token_ids) for sample in rollouts.samples) <= 8
 
 
 def test_a_reference_is_left_out_of_checkpoints_and_they_load(tmp_path: Path) -> None:
-    trainer, module, data, _ = setup_run(tmp_path, module_arguments={"kl_coef": 0.1}, max_epochs=1)
-    trainer.fit(module, data)
+    trainer, module, _ = fit_run(tmp_path, module_arguments={"kl_coef": 0.1}, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]
     assert saved

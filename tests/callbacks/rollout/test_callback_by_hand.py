@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from modules.on_policy.preparation.test_rewards import reward_model
-from rl_runs import PlainGRPO, digits, setup_run, weights
+from rl_runs import PlainGRPO, digits, fit_run, setup_run, weights
 from strategies import ranks
 from tiny_models import tiny_tokenizer
 from torch import Tensor
@@ -102,8 +102,7 @@ def test_a_model_with_dropout_is_published_and_trained(tmp_path: Path) -> None:
     tmp_path.joinpath("model").mkdir()
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
-    trainer, module, data, _ = setup_run(tmp_path, max_epochs=1)
-    trainer.fit(module, data)
+    trainer, module, _ = fit_run(tmp_path, max_epochs=1)
     assert trainer.callback_metrics["rollout/probe_difference"] < 1e-5
     assert module.policy.training
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_runs import setup_run, weights
+from rl_runs import fit_run, weights
 
 from rlhfkit import (
     DynamicSampling,
@@ -64,8 +64,7 @@ def test_episodes_that_fail_are_left_out_and_the_rest_is_learned(tmp_path: Path,
 
     callback = rollouts()
     checks = Kept(compares_groups=module is GRPOModule)
-    trainer, made, data, _ = setup_run(tmp_path, module=module, rollouts=callback, callbacks=[checks], max_epochs=1)
-    trainer.fit(made, data)
+    trainer, made, _ = fit_run(tmp_path, module=module, rollouts=callback, callbacks=[checks], max_epochs=1)
     assert checks.checked == 1
     experience = kept[0]
     failed = experience.rewards.isnan()
@@ -86,8 +85,7 @@ def test_episodes_that_fail_are_left_out_and_the_rest_is_learned(tmp_path: Path,
 def test_groups_without_signal_are_drawn_again_and_episodes_replayed(tmp_path: Path) -> None:
     recorded = rollouts(parts=[DynamicSampling()])
     dump = RolloutDump(tmp_path / "dump")
-    trainer, made, data, _ = setup_run(tmp_path, rollouts=recorded, callbacks=[dump], max_epochs=1)
-    trainer.fit(made, data)
+    trainer, *_ = fit_run(tmp_path, rollouts=recorded, callbacks=[dump], max_epochs=1)
     # Groups of which all episodes fail have no rewards that could differ.
     assert not any(prompt % 5 == 4 or prompt % 7 == 6 for prompt in {s.prompt.index for s in recorded.samples})
     assert float(trainer.callback_metrics["rollout/accepted_fraction"]) < 1

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, samples_of_all_ranks, setup_run
+from rl_runs import digits, fit_run, samples_of_all_ranks
 
 from callbacks.rollout import vllm_ranks
 from rlhfkit import Ahead, RolloutCallback, Sample, SamplingSpec
@@ -36,11 +36,10 @@ def test_vllm_follows_the_policy_update_by_update(vllm_pool: Any, vllm_model: Pa
             mismatch.append(float(trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"]))
 
     rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=SamplingSpec(group_size=8, max_new_tokens=8))
-    trainer, module, data, _ = setup_run(
+    fit_run(
         tmp_path, model=vllm_model, rollouts=rollouts, callbacks=[Keep()], module_arguments={"lr": 5e-3},
         data_arguments={"rollout_batch_size": 16, "micro_batch_size": 128}, accumulate_grad_batches=1, max_epochs=12,
     )  # fmt: skip
-    trainer.fit(module, data)
     assert versions == [(step, {step}) for step in range(12)]
     assert max(probes) <= 1e-5
     assert max(mismatch) <= 1e-5
@@ -66,12 +65,11 @@ def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_mo
 
     sampling = SamplingSpec(group_size=4, max_new_tokens=300, min_new_tokens=300)
     rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=sampling, parts=[Ahead(1, in_flight=True)])
-    trainer, module, data, _ = setup_run(
+    fit_run(
         tmp_path, model=vllm_model, rollouts=rollouts, callbacks=[Keep()], max_epochs=50, accumulate_grad_batches=1,
         module_arguments={"lr": 5e-3, "parts": [Correction("tis")]},
         data_arguments={"rollout_batch_size": 2, "micro_batch_size": 8},
     )  # fmt: skip
-    trainer.fit(module, data)
 
     mixed = [sample for sample in samples if len(set(sample.versions.tolist())) > 1]
     assert mixed

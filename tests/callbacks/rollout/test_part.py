@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from rl_runs import digits, setup_run, weights
+from rl_runs import digits, fit_run, setup_run, weights
 
 from rlhfkit import (
     Ahead,
@@ -129,8 +129,7 @@ def test_a_part_of_ones_own_wraps_the_source_measures_and_is_resumed(tmp_path: P
     assert part.calls == ["collect", "end", "logged"] * 3
     assert float(trainer.callback_metrics["rollout/backwards"]) == 2.0
     plain = RolloutCallback(digits, sampling=SAMPLING)
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=plain, max_epochs=1)
-    trainer.fit(module, data)
+    fit_run(tmp_path, rollouts=plain, max_epochs=1)
     assert part.seen[0] == list(dict.fromkeys(sample.prompt.index for sample in plain.samples))[::-1]
     again = Backwards()
     run(again, ckpt_path=str(tmp_path / "3.ckpt"))

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import PlainGRPO, digits, prompts_file, samples_of_all_ranks, setup_run, weights
+from rl_runs import PlainGRPO, digits, fit_run, prompts_file, samples_of_all_ranks, weights
 from strategies import ranks
 
 from rlhfkit import Ahead, DynamicSampling, Episodes, LocalEngine, RolloutCallback, SamplingSpec
@@ -67,10 +67,9 @@ def run(folder: Path, engine: Any, *, group: Any = None, validate: bool = False,
     if validate:
         (folder / "validation").mkdir(exist_ok=True)
         data["validation_data"] = prompts_file(folder / "validation", rows=4)
-    trainer, module, made, _ = setup_run(
+    _, module, _ = fit_run(
         folder, module=PlainGRPO, rollouts=rollouts, callbacks=[Look()], data_arguments=data, max_epochs=3
     )
-    trainer.fit(module, made)
     return seen, weights(module), rollouts
 
 
@@ -122,11 +121,10 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     for name, loses_at in (("calm", ()), ("disturbed", (1, 3))):
         engine = Forgetful(*(loses_at if rank == 0 else ()))
         os.environ["WORLD_SIZE"] = "2"
-        trainer, module, data, _ = setup_run(
+        _, module, _ = fit_run(
             folder / f"rank{rank}", module=PlainGRPO, data_arguments={"micro_batch_size": 4}, strategy="rlhf_zero2",
             rollouts=RolloutCallback(digits, engine=engine, sampling=SPEC), devices=2, use_distributed_sampler=False,
         )  # fmt: skip
-        trainer.fit(module, data)
         total = sum(float(tensor.double().abs().sum()) for tensor in weights(module).values())
         results[name] = [total, engine.loads]
     return results

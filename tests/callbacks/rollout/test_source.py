@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from modules.on_policy.preparation.test_rewards import reward_model
-from rl_runs import digits, setup_run
+from rl_runs import digits, fit_run, setup_run
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import Ahead, DynamicSampling, LocalEngine, Prompt, RolloutCallback, Sample, SamplingSpec
@@ -28,8 +28,7 @@ def above_zero(sample: Sample) -> float:
 def fitted(tmp_path: Path, reward: Any, **arguments: Any) -> tuple[Any, RolloutCallback]:
     """A run with dynamic sampling by the sign of the reward model's score."""
     rollouts = RolloutCallback(reward, sampling=SAMPLING, parts=[DynamicSampling(by=above_zero)])
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=2, **arguments)
-    trainer.fit(module, data)
+    trainer, *_ = fit_run(tmp_path, rollouts=rollouts, max_epochs=2, **arguments)
     return trainer, rollouts
 
 
@@ -79,14 +78,13 @@ def test_a_curriculum_remembers_the_scores(tmp_path: Path) -> None:
         seen.update({row: worth.reward for row, worth in one.history.items()})
         return one.rows
 
-    trainer, module, data, _ = setup_run(
+    fit_run(
         tmp_path,
         module_arguments={"parts": [RewardModel(folder).plain()]},
         data_arguments={"curriculum": remembered},
         rollouts=RolloutCallback(sampling=SAMPLING),
         max_epochs=6,  # of 40 prompts, 8 in each
     )
-    trainer.fit(module, data)
     assert len(seen) == 40
     assert all(seen.values())
 
@@ -124,14 +122,13 @@ def test_what_cannot_be_scored_is_refused(
 
 def test_scores_that_nothing_is_chosen_by_may_come_after_sampling_ahead(tmp_path: Path) -> None:
     folder = reward_model(tmp_path)
-    trainer, module, data, rollouts = setup_run(
+    _, _, rollouts = fit_run(
         tmp_path,
         module_arguments={"parts": [RewardModel(folder).plain()]},
         data_arguments={"curriculum": ByColumn("answer")},
         rollouts=RolloutCallback(sampling=SAMPLING, parts=[Ahead(1)]),
         max_epochs=2,
     )
-    trainer.fit(module, data)
     assert [sample.reward for sample in rollouts.samples] == pytest.approx(
         ModelReward(folder)(rollouts.samples), abs=1e-5
     )
@@ -155,8 +152,7 @@ class Curriculum:
 def test_a_reward_is_told_how_far_training_is(tmp_path: Path) -> None:
     reward = Curriculum()
     rollouts = RolloutCallback(WeightedSum(digits=reward), sampling=SAMPLING)
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=2)
-    trainer.fit(module, data)
+    fit_run(tmp_path, rollouts=rollouts, max_epochs=2)
     assert sorted({*reward.seen}) == [(0, 0), (2, 1)], "two updates in each iteration"
 
 
@@ -185,14 +181,13 @@ def test_a_group_function_reads_texts_and_changes_training_only(tmp_path: Path) 
     for name in ("chosen", "plain"):
         group = chosen if name == "chosen" else None
         rollouts = RolloutCallback(digits, sampling=SAMPLING, engine=Batching(), group=group)
-        trainer, module, data, _ = setup_run(
+        trainer, *_ = fit_run(
             tmp_path,
             rollouts=rollouts,
             data_arguments={"validation_data": str(held), "validation_split": "train"},
             module_arguments={"lr": 1e-12},  # so that validation compares the same policy
             max_epochs=1,
         )
-        trainer.fit(module, data)
         found[name] = float(trainer.callback_metrics["val/reward"]), float(trainer.callback_metrics["rollout/reward"])
     assert set(iterations) == {0}
     assert len(texts) == 32

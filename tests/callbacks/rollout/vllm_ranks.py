@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from rl_runs import PlainGRPO, digits, samples_of_all_ranks, setup_run
+from rl_runs import PlainGRPO, digits, fit_run, samples_of_all_ranks
 
 from rlhfkit import Ahead, Invariants, LoRA, RolloutCallback, SamplingSpec, VLLMPool
 from rlhfkit.callbacks import Probe
@@ -48,7 +48,7 @@ def fit(folder: Path, model: Path) -> None:
         sampling=SamplingSpec(group_size=4, max_new_tokens=8),
         parts=[Ahead(1, in_flight=True)],
     )
-    trainer, module, data, _ = setup_run(
+    fit_run(
         folder,
         model=model,
         rollouts=rollouts,
@@ -61,4 +61,3 @@ def fit(folder: Path, model: Path) -> None:
         devices=2,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, data)

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from callbacks.rollout.offload_runs import Look
-from rl_runs import digits, setup_run
+from rl_runs import digits, fit_run
 from torch import nn
 
 from rlhfkit import Ahead, LocalEngine, LoRA, Prompt, RolloutCallback, SamplingSpec
@@ -47,10 +47,7 @@ def run(folder: Path, share_weights: bool | None, caplog: Any, *, precision: Any
     torch.manual_seed(0)
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="rlhfkit.rollout.local.engine"):
-        trainer, module, data, _ = setup_run(
-            folder, rollouts=rollouts, callbacks=[look, memory], precision=precision, **of
-        )
-        trainer.fit(module, data)
+        fit_run(folder, rollouts=rollouts, callbacks=[look, memory], precision=precision, **of)
     said = {record.message for record in caplog.records if "the policy's weights" in record.message}
     return (look.tokens, look.digest), memory.own, said
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from callbacks.rollout.offload_runs import Look, OwnGRPO
-from rl_runs import prompts_file, setup_run
+from rl_runs import fit_run, prompts_file
 
 from rlhfkit import RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks import SharedDevices
@@ -220,10 +220,9 @@ def run(folder: Path, pool: VLLMPool, *, reward: Any = parity, **arguments: Any)
     ranks = arguments.get("devices", 1)
     data = {"rollout_batch_size": 8, "micro_batch_size": 8 // ranks, "validation_data": prompts_file(other, rows=4)}
     arguments["callbacks"] = [*arguments.get("callbacks", ()), look]
-    trainer, module, loaded, _ = setup_run(
+    trainer, *_ = fit_run(
         folder, module=OwnGRPO, rollouts=rollouts, data_arguments=data, use_distributed_sampler=False, **arguments
     )
-    trainer.fit(module, loaded)
     return {"tokens": look.tokens, "digest": look.digest, "metrics": dict(trainer.callback_metrics)}
 
 

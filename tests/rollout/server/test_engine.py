@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import digits, fit_run
 from shared_pool import SharedPool
 from tiny_models import tiny_tokenizer
 
@@ -174,10 +174,9 @@ def test_a_policy_learns_with_it(vllm_server: str, vllm_model: Path, tmp_path: P
     engine = VLLMServer(vllm_server, start_timeout=600)
     rollouts = RolloutCallback(digits, engine=engine, sampling=SamplingSpec(group_size=4, max_new_tokens=4))
     (tmp_path / "model").symlink_to(vllm_model)
-    trainer, module, data, _ = setup_run(
+    trainer, *_ = fit_run(
         tmp_path, rollouts=rollouts, max_epochs=2, module_arguments={"parts": [Correction("tis").plain()]}
     )
-    trainer.fit(module, data)
     assert trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"] <= EXACT
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, prompts_file, setup_run
+from rl_runs import digits, fit_run, prompts_file
 from shared_pool import SharedPool
 
 from rlhfkit import RolloutCallback, SamplingSpec
@@ -100,12 +100,11 @@ def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(
         seen.clear()
         torch.manual_seed(0)
         rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-        trainer, module, data, _ = setup_run(
+        _, module, _ = fit_run(
             tmp_path, model=vllm_model, rollouts=rollouts, callbacks=[Look()], module_arguments={"lr": 5e-3},
             data_arguments={"micro_batch_size": 16, "validation_data": prompts_file(other, rows=4)},
             accumulate_grad_batches=1,
         )  # fmt: skip
-        trainer.fit(module, data)
         return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
 
     apart = run()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_runs import PlainGRPO, digits, setup_run
+from rl_runs import PlainGRPO, digits, fit_run
 from shared_pool import SharedPool
 from torch import Tensor, nn
 
@@ -53,11 +53,10 @@ def change(policy: nn.Module, seed: int) -> None:
 
 def train(pool: VLLMPool, folder: Path, model: Path) -> tuple[Any, dict[str, float]]:
     rollouts = RolloutCallback(digits, engine=pool, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-    trainer, module, data, _ = setup_run(
+    trainer, module, _ = fit_run(
         folder, module=PlainGRPO, model=model, rollouts=rollouts, module_arguments={"lr": 0.05},
         data_arguments={"micro_batch_size": 16}, accumulate_grad_batches=1, precision="bf16-true",
     )  # fmt: skip
-    trainer.fit(module, data)
     return module, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
