@@ -1,12 +1,28 @@
 """Tiny random language models with a tokenizer, for tests that need a model folder and no network."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
+from rlhfkit.data.types import Sample
+
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+
+
+def token_logprobs(model: Any, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    """(T-1,) log-probs of all tokens but the first, by the definition."""
+    ids = torch.tensor([[*tokens]])
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def completion_logprobs(model: Any, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """(T,) those of a sample's completion."""
+    return token_logprobs(model, sample.all_token_ids.tolist(), temperature)[sample.prompt.num_tokens - 1 :]
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_tokenizer
+from tiny_models import completion_logprobs, tiny_tokenizer
 
 from rlhfkit import LocalEngine, Oversampling, Prompt, ReplayEngine, RolloutCallback, Sample, SamplingSpec, VLLMPool
 from rlhfkit.rollout import ModuleWeights
@@ -116,9 +116,7 @@ def test_prefixes_keep_versions_and_log_probs_and_what_follows_has_those_of_the_
             assert sample.logprobs.tolist()[:before] == cut[key].logprobs.tolist()  # bit for bit
         continued += bool(before) and sample.num_tokens > before
         assert sample.versions.tolist() == [4] * before + [5] * (sample.num_tokens - before)
-        ids = torch.tensor([sample.all_token_ids.tolist()])
-        logprobs = models[1](input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        own = logprobs[len(sample.prompt.token_ids) - 1 + before :]
+        own = completion_logprobs(models[1], sample)[before:]
         torch.testing.assert_close(torch.tensor(sample.logprobs.tolist()[before:]), own, rtol=0, atol=1e-5)
     assert continued >= 3
 

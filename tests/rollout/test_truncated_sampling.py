@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from rl_runs import digits, fit_run, setup_run
-from tiny_models import tiny_model
+from tiny_models import completion_logprobs, tiny_model
 
 from rlhfkit import LocalEngine, Prompt, RolloutCallback, Sample, SamplingSpec, VLLMPool
 from rlhfkit.losses import CORRECTION_PRESETS, dppo_loss, importance_weights
@@ -93,9 +93,7 @@ def test_logprobs_are_those_of_the_whole_distribution(tmp_path: Path, arguments:
     size = 1 if arguments.get("temperature") == 0 else 4
     spec = SamplingSpec(group_size=size, max_new_tokens=30, **arguments)
     for sample in engine.generate([Prompt(0, [7, 9, 30])], spec, iteration=0):
-        ids = torch.tensor([sample.all_token_ids.tolist()])
-        expected = (model(input_ids=ids).logits[0, 2:-1] / (spec.temperature or 1.0)).log_softmax(-1)
-        expected = expected.gather(-1, ids[0, 3:, None])[:, 0]
+        expected = completion_logprobs(model, sample, spec.temperature or 1.0)
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=2e-5)
 
 

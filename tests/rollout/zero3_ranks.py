@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from strategies import ranks
+from tiny_models import token_logprobs
 
 from rlhfkit.models import ModelLoading
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -101,9 +102,8 @@ def sampled_difference(policy: Any, pool: Any) -> float:
     dist.all_gather_object(gathered, (made.token_ids.tolist(), made.logprobs.tolist()))
     worst = 0.0
     for rank, (token_ids, logprobs) in enumerate(gathered):  # a forward pass is a collective
-        ids = torch.tensor([[5, 9, 40 + rank, *token_ids]])
         with torch.no_grad():
-            expected = (policy(ids).logits[0, 2:-1] / 0.5).log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]
+            expected = token_logprobs(policy, [5, 9, 40 + rank, *token_ids], 0.5)[2:]
         worst = max(worst, float((expected - torch.tensor(logprobs)).abs().max()))
     return worst
 
@@ -178,7 +178,7 @@ def serve(folder: Path, model: str) -> dict[str, Any]:
     def difference(policy: Any = policy) -> float:
         """Of log-probs between engine and trainer, on every rank."""
         with torch.no_grad():
-            logprobs = policy(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            logprobs = token_logprobs(policy, ids[0].tolist())
         return float((torch.tensor(pool.score(ids.tolist())[0]) - logprobs).abs().max())
 
     def kill_the_engine() -> None:

@@ -9,21 +9,13 @@ import torch
 from modules.on_policy.preparation.test_rewards import reward_model
 from rl_runs import PlainGRPO, digits, fit_run, setup_run, weights
 from strategies import ranks
-from tiny_models import tiny_tokenizer
-from torch import Tensor
+from tiny_models import completion_logprobs, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.rewards import WeightedSum
 
 from .callback_ranks import selected
-
-
-def logprobs_of(model: Any, tokens: list[int], temperature: float = 1.0) -> Tensor:
-    """(T-1,) by the definition, one sequence at a time."""
-    ids = torch.tensor([tokens])
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1] / temperature
-    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
 def some_unscored(samples: Sequence[Sample]) -> list[float | None]:
@@ -62,7 +54,7 @@ def test_first_step_is_the_policy_gradient_of_the_scored_samples(tmp_path: Path,
     for group in groups.values():
         mean = sum(sample.reward for sample in group) / len(group)  # type: ignore[misc]
         for sample in group:
-            chosen = logprobs_of(model, sample.all_token_ids.tolist())[-len(sample.token_ids) :]
+            chosen = completion_logprobs(model, sample)
             weight = {
                 "token-mean": 1 / tokens,
                 "sequence-mean-token-mean": 1 / (len(scored) * len(sample.token_ids)),

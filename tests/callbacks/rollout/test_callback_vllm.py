@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from rl_runs import digits, fit_run, samples_of_all_ranks
+from tiny_models import completion_logprobs
 
 from callbacks.rollout import vllm_ranks
 from rlhfkit import Ahead, RolloutCallback, Sample, SamplingSpec
@@ -77,14 +78,9 @@ def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_mo
     assert {version for sample in mixed for version in sample.versions.tolist()} <= set(policies)
     worst, elsewhere = 0.0, 0.0
     for sample in mixed:
-        ids = torch.tensor([sample.all_token_ids.tolist()])
-        first = len(sample.prompt.token_ids) - 1
         for version in set(sample.versions.tolist()):
-            with torch.no_grad():
-                logits = policies[version](input_ids=ids).logits[0, :-1]
-            logprobs = logits.log_softmax(-1)
-            difference = logprobs.gather(-1, ids[0, 1:, None])[first:, 0] - torch.tensor(sample.logprobs)
-            own = torch.tensor(sample.versions.tolist()) == version
+            difference = completion_logprobs(policies[version], sample) - torch.tensor(sample.logprobs)
+            own = torch.tensor(sample.versions) == version
             worst = max(worst, float(difference[own].abs().max()))
             elsewhere = max(elsewhere, float(difference[~own].abs().max()))
     assert worst <= 2e-5

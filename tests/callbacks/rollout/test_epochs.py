@@ -13,10 +13,10 @@ import pytest
 import torch
 from rl_runs import weights
 from strategies import ranks
+from tiny_models import token_logprobs
 
 from callbacks.rollout.capped_runs import Watch
 from callbacks.rollout.epoch_runs import ON_RANKS, PPO_ARGUMENTS, fit
-from callbacks.rollout.test_callback_by_hand import logprobs_of
 from rlhfkit.callbacks.rollout.micro_batching import plan_iteration
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.data.packing import IterationShape, epoch_order
@@ -60,7 +60,7 @@ def test_old_log_probs_are_those_of_the_policy_before_the_iteration_in_every_epo
         tokens = policies.tokens[iteration][group, sample]
         if key not in cache:
             with torch.no_grad():
-                cache[key] = logprobs_of(policies.policies[iteration], tokens, CASES[case].get("temperature", 1.0))
+                cache[key] = token_logprobs(policies.policies[iteration], tokens, CASES[case].get("temperature", 1.0))
         known = old != 0
         torch.testing.assert_close(old[known], cache[key][known], rtol=0, atol=1e-5)
 

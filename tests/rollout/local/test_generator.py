@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_tokenizer
+from tiny_models import completion_logprobs, tiny_tokenizer
 from waiting import LIMIT
 
 from rlhfkit.data import Prompt, Sample
@@ -65,12 +65,7 @@ def test_every_token_has_the_log_prob_of_its_own_version(folder: Path, models: l
     assert any(set(sample.versions.tolist()) == {0, 1, 2} for sample in samples)
     for sample in samples:
         assert sample.versions.tolist() == ([0] * 8 + [1] * 8 + [2] * 8)[: len(sample.token_ids)]
-        ids = torch.tensor([sample.all_token_ids.tolist()])
-        first = len(sample.prompt.token_ids) - 1
-        everyones = [
-            model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[first:, 0]
-            for model in models
-        ]
+        everyones = [completion_logprobs(model, sample) for model in models]
         own = torch.stack([everyones[version][place] for place, version in enumerate(sample.versions.tolist())])
         torch.testing.assert_close(torch.tensor(sample.logprobs), own, rtol=0, atol=2e-5)
     # The policies are far apart: the log-probs of another version would not have passed.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from shared_pool import SharedPool, until_sampling
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import completion_logprobs, tiny_model, tiny_tokenizer, token_logprobs
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Prompt, Sample
@@ -51,25 +51,19 @@ def train_a_little(model: nn.Module, seed: int) -> None:
 def trainer_logits(model: nn.Module, sample: Sample) -> Tensor:
     """(T, V) logits that the completion's tokens were drawn from, computed in one pass without a cache."""
     ids = torch.tensor([sample.all_token_ids.tolist()])
-    return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
+    return model(ids).logits[0, sample.prompt.num_tokens - 1 : -1]
 
 
 def worst_difference(model: nn.Module, samples: list[Sample]) -> float:
     """Largest difference between the engine's and the trainer's log-probs of sampled tokens."""
-    worst = 0.0
-    for sample in samples:
-        logprobs = trainer_logits(model, sample).log_softmax(-1)
-        expected = logprobs.gather(-1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
-        worst = max(worst, float((expected - torch.tensor(sample.logprobs)).abs().max()))
-    return worst
+    with torch.no_grad():
+        found = [completion_logprobs(model, sample) - torch.tensor(sample.logprobs) for sample in samples]
+    return float(torch.cat(found).abs().max())
 
 
 def score_difference(model: nn.Module, pool: VLLMPool, tokens: list[int]) -> float:
     """Largest difference between ``pool.score`` and the trainer's log-probs."""
-    with torch.no_grad():
-        logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
-    expected = logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
-    return float((expected - torch.tensor(pool.score([tokens])[0])).abs().max())
+    return float((token_logprobs(model, tokens) - torch.tensor(pool.score([tokens])[0])).abs().max())
 
 
 def keyed(samples: list[Sample]) -> dict[tuple[int, int], Sample]:
@@ -154,8 +148,7 @@ class TestWeights:
                     cut[key].token_ids.tolist(),
                     cut[key].logprobs.tolist(),
                 )
-            logprobs = trainer_logits(model, sample).log_softmax(-1)
-            own = logprobs.gather(-1, torch.tensor(sample.token_ids.tolist())[:, None])[before:, 0]
+            own = completion_logprobs(model, sample)[before:]
             torch.testing.assert_close(torch.tensor(sample.logprobs.tolist()[before:]), own, rtol=0, atol=EXACT)
         assert all(handle.num_requests == 0 for handle in pool.engines.handles)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from rl_runs import PlainGRPO, digits, fit_run
 from shared_pool import SharedPool
-from torch import Tensor, nn
+from tiny_models import token_logprobs
+from torch import nn
 
 from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.models import ModelLoading, load_causal_lm
@@ -36,12 +37,6 @@ def test_engines_that_compute_in_32_bits_are_refused() -> None:
 def test_a_pool_says_that_it_is_quantized() -> None:
     pools = [VLLMPool(), VLLMPool(quantization="fp8"), VLLMPool(engine_arguments={"quantization": "mxfp8"})]
     assert [pool.quantized for pool in pools] == [False, True, True]
-
-
-def logprobs(policy: nn.Module) -> Tensor:
-    with torch.no_grad():
-        every = policy(torch.tensor([TOKENS])).logits[0, :-1].float().log_softmax(-1)
-    return every.gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
 
 
 def change(policy: nn.Module, seed: int) -> None:
@@ -75,7 +70,7 @@ def test_every_sync_takes_effect_and_the_mismatch_is_measured_and_corrected(
         for version in range(3):
             change(policy, seed=version)
             pool.load(ModuleWeights(policy, dtype=torch.bfloat16), version)
-            policies.append(logprobs(policy))
+            policies.append(token_logprobs(policy, TOKENS).detach())
             scores.append(torch.tensor(pool.score([TOKENS])[0]))
         difference = torch.tensor([[float((score - own).abs().mean()) for own in policies] for score in scores])
         own, others = difference.diagonal(), difference[~torch.eye(3, dtype=torch.bool)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from ray.cluster_utils import Cluster
+from tiny_models import token_logprobs
 
 
 def serve(folder: Path, model: str) -> dict[str, Any]:
@@ -56,9 +57,8 @@ def use_engine(folder: Path) -> dict[str, Any]:
                 for parameter in model.parameters():
                     parameter += 0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
                 pool.load(ModuleWeights(model), version)
-                logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
-            expected = logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
-            report["differences"].append(float((expected - torch.tensor(pool.score([tokens])[0])).abs().max()))
+                difference = token_logprobs(model, tokens) - torch.tensor(pool.score([tokens])[0])
+            report["differences"].append(float(difference.abs().max()))
         report |= lose_a_worker(handle)
     finally:
         pool.close()
