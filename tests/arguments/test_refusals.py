@@ -10,19 +10,31 @@ import torch
 from torch import Tensor
 
 from rlhfkit import (
+    Ahead,
     DistillationModule,
     DPOModule,
+    DynamicSampling,
+    Episodes,
     Experience,
     GRPOModule,
+    LocalEngine,
     LossOutput,
     ModelPool,
     OnlineDPOModule,
     OnPolicyDistillationModule,
     Optimization,
+    Oversampling,
     Placement,
     PPOModule,
+    PromptDataModule,
+    RolloutCallback,
+    SamplingSpec,
     ServedModel,
+    VLLMPool,
+    VLLMServer,
 )
+from rlhfkit.callbacks import SharedDevices
+from rlhfkit.episodes import AgentEpisodes, GymEnvironment, MCPTools, ToolEnvironment
 from rlhfkit.losses import kl_loss, ppo_loss
 from rlhfkit.modules.parts import (
     GAE,
@@ -54,6 +66,10 @@ from rlhfkit.modules.parts import (
 )
 from rlhfkit.ray_placement import ReservedResources
 from rlhfkit.roles import CriticPool
+from rlhfkit.rollout.engine import MAX_STOP_TOKEN_IDS
+from rlhfkit.serving.access import ServerOptions
+
+from .episodes import Turns
 
 DPO = "rlhfkit.losses.preference.dpo"
 ADDRESS = "http://127.0.0.1:1"
@@ -111,11 +127,28 @@ class OwnCritic(Critic):
         return super().build()
 
 
+class Plain(LocalEngine):
+    """An engine that takes turns only."""
+
+    can_stream = False
+    updates_in_flight = False
+
+
+async def agent(connection: Any, prompt: Any) -> float:
+    return 1.0
+
+
+CONTINUED = {"parts": [Oversampling(0.5, continued=True)]}
 POOL = ModelPool("elsewhere")
 ONE, TWO = {"model": "anywhere"}, {"model": "anywhere", "teacher": "elsewhere"}
 LEAST: dict[type, dict[str, Any]] = {
     **dict.fromkeys((GRPOModule, PPOModule, OnlineDPOModule, DPOModule), ONE),
     **dict.fromkeys((DistillationModule, OnPolicyDistillationModule), TWO),
+    VLLMServer: {"urls": "http://127.0.0.1:8000"},
+    RolloutCallback: {"reward": len},
+    AgentEpisodes: {"agent": agent},
+    GymEnvironment: {"parse_action": int},
+    PromptDataModule: {"data": []},
 }
 REFUSED: dict[type, list[tuple[dict[str, Any], str]]] = {
     GRPOModule: [
@@ -330,6 +363,86 @@ REFUSED: dict[type, list[tuple[dict[str, Any], str]]] = {
         ({"reference": {"count": 2}}, "takes processes, resources and machines"),
         ({"reference": {"processes": 2, "resources": {"GPU": 0}}}, "above 0"),
     ],
+    # sampling and engines
+    SamplingSpec: [
+        ({"stop": ("",)}, r"stop must be a text or several, none of them empty, got \(''\,\)"),
+        ({"stop": ""}, "stop must be a text or several, none of them empty, got ''"),
+        ({"stop": ("\ud800",)}, "stop must be a text"),
+        ({"stop": 5}, "stop must be a text or several, none of them empty, got 5"),
+        ({"stop_token_ids": (-1,)}, r"stop_token_ids must be a list .* integers from 0 on, got \(-1,\)"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of up to 96 token ids"),
+        ({"stop_token_ids": range(MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids must be a list of up to 96"),
+        ({"temperature": 1e-9}, r"temperature must be 0 \(greedy\) or at least 0.0001, got 1e-09"),
+        ({"temperature": 0}, "greedy, and 8 completions of a prompt would all be the same: give group_size=1"),
+        ({"top_k": 2**31}, "top_k must be an integer of at least 0"),
+        ({"json_schema": "{"}, "must be a JSON schema"),
+        ({"json_schema": [1]}, "must be a JSON schema"),
+        ({"regex": ""}, "must be a pattern"),
+        ({"regex": "a", "json_schema": {}}, "not both"),
+    ],
+    LocalEngine: [({"share_weights": "no"}, "share_weights must be None, True or False, got 'no'")],
+    VLLMPool: [
+        ({"device": "tpu"}, "device must be None, 'cpu' or 'cuda', got 'tpu'"),
+        ({"quantization": "awq"}, "must be None or one of 'fp8', .*'mxfp8'.* got 'awq'"),
+        ({"engine_arguments": {"pipeline_parallel_size": 2}}, "must leave pipeline_parallel_size out"),
+        ({"engine_arguments": {"tensor_parallel_size": 1, "nnodes": 2}}, r"must leave nnodes out: .*\(tensor_paral"),
+        (
+            {"tensor_parallel_size": 2, "engine_arguments": {"enable_expert_parallel": True}},
+            "enable_expert_parallel out",
+        ),
+        ({"engine_arguments": {"enable_lora": True}}, r"must leave enable_lora out: .* see VLLMPool\(lora=\.\.\.\)"),
+        ({"expert_parallel": True, "pipeline_parallel_size": 2}, "which is 1: raise one of them"),
+        ({"lora": "adapter", "colocate": True}, "cannot be combined with colocate=True"),
+        ({"transfer": "mpi"}, "transfer must be one of 'auto', 'gloo', 'nccl', 'ipc', got 'mpi'"),
+        ({"transfer": "nccl", "device": "cpu"}, "sends from GPU to GPU, and the engines are on CPUs"),
+        ({"transfer": "ipc", "colocate": True, "device": "cpu"}, "use 'auto' or 'gloo'"),
+        ({"transfer": "ipc"}, "it needs colocate=True"),
+        ({"transfer": "nccl", "colocate": True}, "cannot connect two processes on one GPU"),
+    ],
+    VLLMServer: [
+        ({"urls": []}, "at least one address of a running server"),
+        ({"urls": "10.0.0.5:8000"}, "must be like 'http://127.0.0.1:8000'"),
+        ({"urls": "http://me:secret@host"}, "must have no user, password or query"),
+        ({"transfer": "ipc"}, "'auto', 'gloo' or 'nccl'"),
+        ({"token": "a", "token_variable": "b"}, "either the token"),
+    ],
+    # rollouts
+    RolloutCallback: [
+        ({"reward": "exact_match"}, "reward must be callable on a list of samples, got str"),
+        ({"engine": {}}, r"engine must implement rlhfkit\.rollout\.RolloutEngine, got dict"),
+        ({"parts": [len]}, r"derive it from rlhfkit\.callbacks\.RolloutPart"),
+        ({"engine": Plain(), "parts": [Ahead(in_flight=True)]}, "Plain does not say that it can"),
+        ({"engine": Plain(), "parts": [Oversampling(0.5)]}, r"Oversampling\(0\.5\) .* Plain cannot"),
+        ({"parts": [Ahead(1), SharedDevices(True)]}, "with Ahead it generates while the policy learns"),
+        ({"engine": VLLMPool(), "sampling": SamplingSpec(stop="x"), **CONTINUED}, r"SamplingSpec\(stop=...\)"),
+        (
+            {"engine": VLLMPool(), "sampling": SamplingSpec(regex="a+", presence_penalty=1.0), **CONTINUED},
+            r"SamplingSpec\(presence_penalty=..., regex=...\) to what it adds alone",
+        ),
+    ],
+    DynamicSampling: [({"by": "right", "keep": len}, "not both")],
+    SharedDevices: [({"offload_training": "cpu"}, "offload_training must be None, True or False, got 'cpu'")],
+    PromptDataModule: [
+        ({"micro_batch_size": 4, "max_tokens_per_micro_batch": 100}, "or max_tokens_per_micro_batch, not both"),
+        ({"updates_per_iteration": 2}, "updates_per_iteration=2 needs max_tokens_per_micro_batch"),
+    ],
+    # episodes
+    Episodes: [
+        ({"environment": Turns()}, "a class or a function that makes a new Environment"),
+        ({"environment": Turns, "tools": [print]}, "either an environment or tools"),
+        ({"environment": Turns, "tool_call_parser": "hermes"}, "tool_call_parser finds calls of tools"),
+        ({"tools": [print], "tool_call_parser": "grok"}, "must be a function or one of hermes, llama3_json"),
+    ],
+    AgentEpisodes: [
+        ({"agent": "agent"}, "agent must be a function"),
+        ({"server": ServerOptions(host="0.0.0.0")}, "without a token"),
+    ],
+    GymEnvironment: [
+        ({"environment": object()}, r"needs reset\(\) and step\(\), as gymnasium.Env has"),
+        ({"environment": Turns(), "parse_action": None}, "parse_action must be a function"),
+    ],
+    ToolEnvironment: [({"tools": []}, "must be"), ({"tools": [part, part]}, "must be")],
+    MCPTools: [({"server": "uvx mcp-server-time"}, "server must be a command")],
 }
 CASES = [(kind, given, message) for kind, rows in REFUSED.items() for given, message in rows]
 

@@ -360,10 +360,6 @@ def test_a_configuration_file_names_environments_and_tools() -> None:
 
 
 def test_wrong_arguments_are_named(engine: Recorded, run_episodes: Any) -> None:
-    with pytest.raises(TypeError, match="a class or a function that makes a new Environment"):
-        Episodes(Counting())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="either an environment or tools"):
-        Episodes(Counting, tools=[print])
     with pytest.raises(RuntimeError, match=r"before RolloutCallback\.setup"):
         GroupRunner(LocalEngine(), Episodes(Counting)).generate(prompts_of(["1"]), SAMPLING, iteration=0)
     with pytest.raises(ValueError, match="prompt 0 has 128 tokens"):

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tiny_models import tiny_model, tiny_tokenizer
 
 from episodes.episode_cases import runner_of
@@ -85,10 +84,3 @@ def test_a_policy_plays(tmp_path: Path) -> None:
     assert len(samples) == 8
     assert {sample.info["ended"] for sample in samples} <= {"done", "turns"}
     assert all(sum(sample.token_rewards) == sample.info["reward"] for sample in samples)
-
-
-def test_what_is_no_environment_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"needs reset\(\) and step\(\), as gymnasium.Env has"):
-        GymEnvironment(object(), parse_action=walk)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="parse_action must be a function"):
-        GymEnvironment(Corridor(), parse_action=None)  # type: ignore[arg-type]

@@ -105,12 +105,6 @@ def test_schemas_are_those_of_transformers() -> None:
         tool_schemas([bare])
 
 
-@pytest.mark.parametrize("tools", [[], [multiply, multiply]])
-def test_tools_that_cannot_be_told_apart_are_refused(tools: Any) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        ToolEnvironment(tools)
-
-
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GroupRunner]:
     folder = tiny_model(tmp_path_factory.mktemp("tools"))

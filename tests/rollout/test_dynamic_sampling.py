@@ -37,8 +37,6 @@ def test_signal_by_a_part_or_a_function() -> None:
     with pytest.raises(ValueError, match=r"by='wrong'.*: no reward part is called that; the parts are length, right"):
         has_signal(samples, "wrong")
     assert DynamicSampling(keep=lambda samples: True).accepts(group(0, [1.0, 1.0]))
-    with pytest.raises(ValueError, match="not both"):
-        DynamicSampling(by="right", keep=has_signal)
 
 
 def odd_prompts_only(samples: Sequence[Sample]) -> list[float]:

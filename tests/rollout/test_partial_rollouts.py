@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import completion_logprobs, tiny_tokenizer
 
-from rlhfkit import LocalEngine, Oversampling, Prompt, ReplayEngine, RolloutCallback, Sample, SamplingSpec, VLLMPool
+from rlhfkit import LocalEngine, Oversampling, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.rollout.local.engine import LocalStream
 from rlhfkit.rollout.partial_rollouts import Dropped, dropped_from
@@ -185,23 +185,3 @@ def test_what_was_begun_in_a_run_is_not_continued_in_the_run_of_another_trainer(
         rollouts.setup(trainer, None, "predict")  # type: ignore[arg-type]
         assert {number: each.ranks for number, each in partials.items()} == known
         partials[1] = Dropped.of({7: 0}, [group(7, tokens=2)])
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"engine": "replay"}, r"Oversampling\(0.5\) drops what is not finished"),
-        ({"engine": "vllm", "sampling": SamplingSpec(stop="x")}, r"SamplingSpec\(stop=...\)"),
-        (
-            {"engine": "vllm", "sampling": SamplingSpec(regex="a+", presence_penalty=1.0)},
-            r"SamplingSpec\(presence_penalty=..., regex=...\) to what it adds alone",
-        ),
-    ],
-)
-def test_what_cannot_be_continued_is_refused(given: dict[str, object], says: str, tmp_path: Path) -> None:
-    engines = {"replay": lambda: ReplayEngine(tmp_path), "vllm": lambda: VLLMPool(1)}
-    arguments = dict(given)
-    if "engine" in arguments:
-        arguments["engine"] = engines[str(arguments["engine"])]()
-    with pytest.raises(ValueError, match=says):
-        RolloutCallback(len, parts=[Oversampling(0.5, continued=True)], **arguments)  # type: ignore[arg-type]

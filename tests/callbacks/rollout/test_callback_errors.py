@@ -159,10 +159,3 @@ def test_a_tampered_transfer_is_caught_and_nothing_is_sampled(tmp_path: Path) ->
     fails(tmp_path, RuntimeError, "log-probs differ from the trainer's by", rollouts=callback(engine=engine))
     assert engine.generated == 0
     assert engine.version is None
-
-
-def test_things_that_are_not_what_they_should_be() -> None:
-    with pytest.raises(TypeError, match="reward must be callable on a list of samples, got str"):
-        RolloutCallback("exact_match")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"engine must implement rlhfkit\.rollout\.RolloutEngine, got dict"):
-        RolloutCallback(digits, engine={})  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rl_runs import digits, prompts_file, setup_run
 from strategies import ranks
 
-from rlhfkit import Ahead, DynamicSampling, LocalEngine, LoRA, RolloutCallback
+from rlhfkit import DynamicSampling, LocalEngine, LoRA, RolloutCallback
 from rlhfkit.callbacks.rollout.parts.shared_devices import SharedDevices
 from rlhfkit.modules.parts import RewardModel
 
@@ -173,10 +173,3 @@ def test_by_default_states_move_only_on_shared_gpus(tmp_path: Path) -> None:
     assert not offloads(Tenant(), False)
     assert not offloads(LocalEngine(), None)
     assert offloads(LocalEngine(), True)
-
-
-def test_arguments_are_checked() -> None:
-    with pytest.raises(TypeError, match="offload_training must be None, True or False, got 'cpu'"):
-        SharedDevices("cpu")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="with Ahead it generates while the policy learns"):
-        RolloutCallback(digits, parts=[Ahead(1), SharedDevices(True)])

@@ -16,7 +16,7 @@ from strategies import ranks
 
 from callbacks.rollout import capped_runs
 from callbacks.rollout.capped_runs import Watch, capped
-from rlhfkit import PPOModule, PromptDataModule, SFTDataModule
+from rlhfkit import PPOModule, SFTDataModule
 from rlhfkit.callbacks.rollout.micro_batching import plan_iteration
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.data.packing import IterationShape
@@ -177,13 +177,6 @@ def test_pretraining_text_is_numbered_over_the_run_and_counted_per_update(tmp_pa
 def test_arguments_that_do_not_fit_a_cap_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, **capped(30) | changed)
-
-
-def test_two_ways_to_say_the_size_of_a_micro_batch_exclude_one_another() -> None:
-    with pytest.raises(ValueError, match="give micro_batch_size or max_tokens_per_micro_batch, not both"):
-        PromptDataModule([], micro_batch_size=4, max_tokens_per_micro_batch=100)
-    with pytest.raises(ValueError, match="updates_per_iteration=2 needs max_tokens_per_micro_batch"):
-        PromptDataModule([], updates_per_iteration=2)
 
 
 def test_after_an_error_the_trainer_has_its_own_accumulation_back(tmp_path: Path) -> None:

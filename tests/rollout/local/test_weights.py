@@ -146,5 +146,3 @@ def test_sharing_can_be_demanded(folder: Path, policy: nn.Module) -> None:
     engine.load(lasting(policy), 0)
     assert engine._parameters is not None
     assert own_bytes(engine) == 0
-    with pytest.raises(TypeError, match="share_weights must be None, True or False, got 'no'"):
-        LocalEngine(share_weights="no")  # type: ignore[arg-type]

@@ -282,21 +282,6 @@ def test_requests_in_flight_are_limited(app: Misbehaviour, started: Callable[...
     assert app.most == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"urls": []}, "at least one address of a running server"),
-        ({"urls": "10.0.0.5:8000"}, "must be like 'http://127.0.0.1:8000'"),
-        ({"urls": "http://me:secret@host"}, "must have no user, password or query"),
-        ({"transfer": "ipc"}, "'auto', 'gloo' or 'nccl'"),
-        ({"token": "a", "token_variable": "b"}, "either the token"),
-    ],
-)
-def test_arguments_are_checked_when_it_is_made(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=words):
-        VLLMServer(**({"urls": "http://127.0.0.1:8000"} | arguments))
-
-
 @pytest.mark.parametrize(("first", "second"), [(True, True), (False, False), (True, False), (False, True)])
 def test_servers_that_report_other_logprobs_are_refused(
     app: Misbehaviour, running: tuple[Misbehaviour, str], first: bool, second: bool

@@ -117,10 +117,3 @@ def test_without_an_adapter_or_with_merge_nothing_is_decided(folder: Path, caplo
     assert not [record for record in caplog.records if record.name.startswith("rlhfkit")]
     with pytest.raises(ValueError, match=r"VLLMPool\(lora='adapter'\) is not possible: the policy has no LoRA adapter"):
         VLLMPool(lora="adapter").configure_weights(plain)
-
-
-def test_arguments_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"must leave enable_lora out: .* see VLLMPool\(lora=\.\.\.\)"):
-        VLLMPool(engine_arguments={"enable_lora": True})
-    with pytest.raises(ValueError, match="cannot be combined with colocate=True"):
-        VLLMPool(lora="adapter", colocate=True)

@@ -401,21 +401,6 @@ class TestWithoutEngines:
         chosen = VLLMPool(engine_arguments={"logprobs_mode": "processed_logprobs"})
         assert [chosen.configure_logprobs(spec) for spec in specs] == [True, False, True]
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"device": "tpu"}, "device must be None, 'cpu' or 'cuda', got 'tpu'"),
-            ({"engine_arguments": {"pipeline_parallel_size": 2}}, "must leave pipeline_parallel_size out"),
-            (
-                {"engine_arguments": {"data_parallel_size_local": 1, "nnodes": 2}},
-                "data_parallel_size_local, nnodes out",
-            ),
-        ],
-    )
-    def test_bad_arguments_name_value_and_rule(self, arguments: dict, message: str) -> None:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            VLLMPool(**arguments)
-
     def test_missing_packages_name_the_extras(self, monkeypatch: pytest.MonkeyPatch, vllm_model: Path) -> None:
         monkeypatch.setattr("rlhfkit.rollout.vllm.pool.importlib.util.find_spec", lambda name: None)
         with pytest.raises(ImportError, match=r"ray and vllm.*rlhfkit\[rollout\].*rlhfkit\[cpu\].*LocalEngine"):

@@ -1,7 +1,6 @@
 """Which way weights take."""
 
 import enum
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,22 +37,6 @@ def test_auto_is_what_the_devices_allow_and_anything_else_is_taken_as_it_is(
     arguments: dict[str, Any], device: str, expected: str
 ) -> None:
     assert VLLMPool(**arguments).resolve_transfer(device) == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"transfer": "mpi"}, "transfer must be one of 'auto', 'gloo', 'nccl', 'ipc', got 'mpi'"),
-        ({"transfer": "nccl", "device": "cpu"}, "transfer='nccl' sends from GPU to GPU, and the engines are on CPUs"),
-        ({"transfer": "ipc", "colocate": True, "device": "cpu"}, "use 'auto' or 'gloo'"),
-        ({"transfer": "native"}, "transfer must be one of"),
-        ({"transfer": "ipc"}, "it needs colocate=True"),
-        ({"transfer": "nccl", "colocate": True}, "cannot connect two processes on one GPU"),
-    ],
-)
-def test_what_cannot_work_is_refused_when_constructed(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        VLLMPool(**arguments)
 
 
 def test_a_device_that_was_not_known_then_is_refused_when_it_is() -> None:
