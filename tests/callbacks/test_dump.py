@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, fit_run, setup_run
+from rl_runs import SaveAt, digits, fit_run, only_odd, setup_run
 from torch import Tensor
 
 from rlhfkit import (
@@ -31,21 +31,9 @@ from rlhfkit.data import Experience
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 
 
-class SaveInside(L.Callback):
-    """Saves after the sixth micro-batch of the run, in the middle of the second iteration."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.batches = path, 0
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.batches += 1
-        if self.batches == 6:
-            trainer.save_checkpoint(self.path)
-
-
 def test_a_resume_inside_an_iteration_leaves_its_dump_and_other_samples_lie_beside_the_old(tmp_path: Path) -> None:
     folder, saved = tmp_path / "dump", tmp_path / "inside.ckpt"
-    fit_run(tmp_path, callbacks=[RolloutDump(folder), SaveInside(saved)], max_epochs=3)
+    fit_run(tmp_path, callbacks=[RolloutDump(folder), SaveAt(saved)], max_epochs=3)
     contents = {path.name: path.read_text() for path in folder.iterdir()}
     assert all(len(text.splitlines()) == 32 for text in contents.values())
     (folder / "iteration_000002.jsonl").unlink()
@@ -86,11 +74,6 @@ def test_a_replay_of_something_else_is_refused(tmp_path: Path) -> None:
         engine.generate(data.prompt_queue().take(8), SAMPLING, iteration=1)
     with pytest.raises(FileNotFoundError, match="record a run with RolloutDump"):
         ReplayEngine(tmp_path / "nowhere")
-
-
-def only_odd(samples: Sequence[Sample]) -> list[float]:
-    """Groups of even prompts all get 0."""
-    return [sample.sample_index * (sample.prompt.index % 2) / 8 for sample in samples]
 
 
 STOPPING = SamplingSpec(group_size=4, max_new_tokens=24, stop_token_ids=tuple(range(60, 80)))  # at different times

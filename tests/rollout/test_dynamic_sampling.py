@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from rl_runs import fit_run, weights
+from rl_runs import SaveAt, fit_run, weights
 
 from rlhfkit import DynamicSampling, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.parts.dynamic_sampling import has_signal
@@ -45,53 +45,30 @@ def odd_prompts_only(samples: Sequence[Sample]) -> list[float]:
     return [share if sample.prompt.index % 2 else 0.0 for share, sample in zip(shares, samples, strict=True)]
 
 
-class Keep(L.Callback):
-    """The prompts of every iteration."""
-
-    def __init__(self, rollouts: RolloutCallback) -> None:
-        self.rollouts = rollouts
-        self.prompts: list[list[int]] = []
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.prompts.append(list(dict.fromkeys(sample.prompt.index for sample in self.rollouts.samples)))
-
-
-def run(folder: Path, **trainer_arguments: Any) -> tuple[Any, Any, Keep]:
+def run(folder: Path, *callbacks: L.Callback, resume: Path | None = None) -> tuple[Any, Any, list[list[int]]]:
+    """Three iterations; the prompts of each are the last of what is returned."""
     rollouts = RolloutCallback(
         odd_prompts_only, sampling=SamplingSpec(group_size=4, max_new_tokens=8), parts=[DynamicSampling()]
     )
-    keep = Keep(rollouts)
-    trainer, module, _ = fit_run(
-        folder,
-        rollouts=rollouts,
-        callbacks=[keep],
-        max_epochs=3,
-        **trainer_arguments,
-        resume=folder / "first.ckpt" if (folder / "first.ckpt").exists() else None,
-    )
-    return trainer, module, keep
+    iterations: list[list[int]] = []
+
+    class Keep(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            iterations.append(list(dict.fromkeys(sample.prompt.index for sample in rollouts.samples)))
+
+    trainer, module, _ = fit_run(folder, rollouts=rollouts, callbacks=[Keep(), *callbacks], max_epochs=3, resume=resume)
+    return trainer, module, iterations
 
 
 def test_training_sees_only_groups_with_signal_and_resumes_bitwise(tmp_path: Path) -> None:
-    class SaveInside(L.Callback):
-        """Saves between the two updates of the second iteration."""
-
-        def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
-            if trainer.global_step == 3 and not (tmp_path / "first.ckpt").exists():
-                trainer.save_checkpoint(tmp_path / "first.ckpt")
-
-    trainer, module, keep = run(tmp_path)
-    assert all(index % 2 for prompts in keep.prompts for index in prompts)
-    assert [len(prompts) for prompts in keep.prompts] == [8, 8, 8]
-    assert len({index for prompts in keep.prompts[:2] for index in prompts}) == 16  # no prompt twice in a pass
+    saved = tmp_path / "saved.ckpt"
+    trainer, module, iterations = run(tmp_path, SaveAt(saved))
+    assert all(index % 2 for prompts in iterations for index in prompts)
+    assert [len(prompts) for prompts in iterations] == [8, 8, 8]
+    assert len({index for prompts in iterations[:2] for index in prompts}) == 16  # no prompt twice in a pass
     assert 0.2 < trainer.callback_metrics["rollout/accepted_fraction"] < 0.8
     assert trainer.callback_metrics["rollout/zero_advantage_fraction"] == 0.0
-    saver = SaveInside()
-    rollouts = RolloutCallback(
-        odd_prompts_only, sampling=SamplingSpec(group_size=4, max_new_tokens=8), parts=[DynamicSampling()]
-    )
-    fit_run(tmp_path, rollouts=rollouts, callbacks=[saver], max_epochs=2)
-    _, resumed, _ = run(tmp_path)
+    _, resumed, _ = run(tmp_path, resume=saved)
     for name, tensor in weights(module).items():
         assert (weights(resumed)[name] == tensor).all()
 

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import PlainGRPO, fit_run, setup_run, weights
+from rl_runs import PlainGRPO, SaveAt, fit_run, only_odd, setup_run, weights
 from torch import Tensor
 
 from rlhfkit import (
@@ -225,16 +225,10 @@ def test_with_weights_of_sequences_the_expected_gradient_of_replayed_groups_is_t
 # ---------------------------------------------------------------------- whole runs
 
 
-def only_odd(samples: Sequence[Sample]) -> list[float]:
-    """Groups of even prompts all get 0."""
-    return [sample.sample_index * (sample.prompt.index % 2) / 8 for sample in samples]
-
-
 class Watch(L.Callback):
-    """What every iteration was trained on, and the weights of its replayed samples; saves a checkpoint in between."""
+    """What every iteration was trained on, and the weights of its replayed samples."""
 
-    def __init__(self, path: Path | None = None, after: int = 0) -> None:
-        self.path, self.after = path, after
+    def __init__(self) -> None:
         self.groups: list[list[int]] = []
         self.replayed: list[list[int]] = []
         self.ages: list[tuple[float, float]] = []
@@ -242,10 +236,6 @@ class Watch(L.Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.batches.append(batch)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if len(self.batches) == self.after:
-            trainer.save_checkpoint(self.path)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         rollouts = RolloutCallback.of(trainer)
@@ -255,31 +245,19 @@ class Watch(L.Callback):
         self.ages.append((float(metrics["rollout/replayed_fraction"]), float(metrics["rollout/replayed_age_max"])))
 
 
-def fit(folder: Path, *callbacks: Any, engine: Any = None, resume: Any = None, **arguments: Any) -> tuple[Any, Any]:
-    rollouts = RolloutCallback(
-        only_odd,
-        engine=engine or LocalEngine(),
-        sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-        parts=[ReplayBuffer(fraction=0.25, max_age=4)],
-        **arguments,
-    )
-    trainer, module, _ = fit_run(
-        folder,
-        module=PlainGRPO,
-        module_arguments={"lr": 0.05},
-        rollouts=rollouts,
-        callbacks=callbacks,
-        max_epochs=4,
-        resume=resume,
-    )
-    return trainer, module
+def fit(folder: Path, *callbacks: Any, engine: Any = None, resume: Any = None) -> Any:
+    """The module after four iterations."""
+    sampling, parts = SamplingSpec(group_size=4, max_new_tokens=8), [ReplayBuffer(fraction=0.25, max_age=4)]
+    run = {"module": PlainGRPO, "module_arguments": {"lr": 0.05}, "callbacks": callbacks, "max_epochs": 4}
+    rollouts = RolloutCallback(only_odd, engine=engine or LocalEngine(), sampling=sampling, parts=parts)
+    return fit_run(folder, rollouts=rollouts, resume=resume, **run)[1]
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch, Any]:
     folder = tmp_path_factory.mktemp("replay")
-    watch = Watch(folder / "saved.ckpt", after=10)
-    _, module = fit(folder, watch, RolloutDump(folder / "dump"))
+    watch = Watch()
+    module = fit(folder, watch, SaveAt(folder / "saved.ckpt", batch=10), RolloutDump(folder / "dump"))
     return folder, watch, module
 
 
@@ -305,7 +283,7 @@ def test_a_run_replaces_silent_groups_and_weights_their_tokens_by_the_policies_t
 def test_a_resumed_run_has_the_groups_and_is_bitwise_the_straight_one(straight: Any) -> None:
     folder, watch, module = straight
     rest = Watch()
-    _, resumed = fit(folder, rest, resume=str(folder / "saved.ckpt"))
+    resumed = fit(folder, rest, resume=str(folder / "saved.ckpt"))
     assert rest.replayed == [[], *watch.replayed[3:]]  # inside an iteration there are no samples
     assert all(torch.equal(tensor, weights(module)[name]) for name, tensor in weights(resumed).items())
 
@@ -313,7 +291,7 @@ def test_a_resumed_run_has_the_groups_and_is_bitwise_the_straight_one(straight: 
 def test_a_recorded_run_with_a_buffer_is_repeated_bitwise(straight: Any) -> None:
     folder, watch, module = straight
     again = Watch()
-    _, repeated = fit(folder, again, engine=ReplayEngine(folder / "dump"))
+    repeated = fit(folder, again, engine=ReplayEngine(folder / "dump"))
     assert again.groups == watch.groups
     assert all(torch.equal(tensor, weights(module)[name]) for name, tensor in weights(repeated).items())
 

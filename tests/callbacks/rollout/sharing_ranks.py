@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from rl_runs import PlainGRPO, digits, fit_run, samples_of_all_ranks, weights
+from rl_runs import PlainGRPO, digits, fit_run, only_odd, samples_of_all_ranks, weights
 
 from rlhfkit import (
     DynamicSampling,
@@ -49,11 +49,6 @@ class Slow(LocalEngine):
 def set_limit(seconds: float) -> None:
     """Change the time limit of the process group."""
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
-
-
-def only_odd(samples: Sequence[Sample]) -> list[float]:
-    """Groups of even prompts all get 0."""
-    return [sample.sample_index * (sample.prompt.index % 2) / 8 for sample in samples]
 
 
 def hanging(samples: Sequence[Sample]) -> list[float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from rl_runs import ahead, digits, fit_run, samples_of_all_ranks, setup_run
+from rl_runs import ahead, digits, fit_run, only_odd, samples_of_all_ranks, setup_run
 from strategies import ranks
 from waiting import LIMIT
 
@@ -223,11 +223,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "selected": {"parts": [DynamicSampling(), Ahead(1, in_flight=True)]},
     "shared": {"parts": [DynamicSampling(), Ahead(1, in_flight=True), Oversampling(0.25)], "engine": Shared()},
 }
-
-
-def only_odd(samples: Sequence[Sample]) -> list[float]:
-    """Groups of even prompts all get 0."""
-    return [sample.sample_index * (sample.prompt.index % 2) / 8 for sample in samples]
 
 
 def train_ahead_on_ranks(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run, weights
+from rl_runs import SaveAt, digits, setup_run, weights
 
 from rlhfkit import LocalEngine, Oversampling, RolloutCallback, SamplingSpec
 
@@ -50,18 +50,6 @@ class Watched(LocalEngine):
         return stream
 
 
-class SaveAt(L.Callback):
-    """Saves a checkpoint after that batch: the sixth is inside the second iteration of four."""
-
-    def __init__(self, path: Path, batch: int) -> None:
-        self.path, self.batch, self.count = path, batch, 0
-
-    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
-        self.count += 1
-        if self.count == self.batch:
-            trainer.save_checkpoint(self.path)
-
-
 def run(
     folder: Path, *callbacks: L.Callback, ckpt_path: str | None = None, partial: bool = False
 ) -> tuple[Any, Any, Any, Watched]:
@@ -75,7 +63,7 @@ def run(
 
 
 def test_prompts_of_dropped_groups_come_first_and_a_resumed_run_is_the_straight_one(tmp_path: Path) -> None:
-    trainer, module, data, engine = run(tmp_path, SaveAt(tmp_path / "saved.ckpt", batch=6))
+    trainer, module, data, engine = run(tmp_path, SaveAt(tmp_path / "saved.ckpt"))
     assert [len(begun) for begun in engine.begun] == [12] * 4
     assert [len(finished) for finished in engine.finished] == [8] * 4
     for begun, finished, following in zip(engine.begun, engine.finished, engine.begun[1:], strict=False):
