@@ -8,9 +8,30 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from rlhfkit.data.types import Sample
+from rlhfkit.data.types import Prompt, Sample
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+
+
+def local_engine(folder: str | Path, model: Any = None, *, version: int = 0, **arguments: Any) -> Any:
+    """A ``LocalEngine`` that serves a model's weights, or those in the folder."""
+    from rlhfkit.rollout import LocalEngine, ModuleWeights
+
+    engine = LocalEngine(**arguments)
+    engine.start(str(folder), dtype=torch.float32, load_weights=model is None)
+    if model is not None:
+        engine.load(ModuleWeights(model), version)
+    return engine
+
+
+def prompts_of(texts: Sequence[str], answers: Sequence[Any] | None = None) -> list[Prompt]:
+    """Prompts for the tiny tokenizer."""
+    ids = map(tiny_tokenizer().encode, texts)
+    answers = [None] * len(texts) if answers is None else answers
+    return [
+        Prompt(index, tokens, text, answer=answer)
+        for index, (text, tokens, answer) in enumerate(zip(texts, ids, answers, strict=True))
+    ]
 
 
 def token_logprobs(model: Any, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:

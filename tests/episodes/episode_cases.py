@@ -2,9 +2,11 @@
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes.environment import Action, Environment, Step
@@ -17,6 +19,19 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '[a]' }}{% endif %}"
 )
 """One letter for the role, and an end-of-turn token that the model samples, with a line break behind it."""
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def chat_model(folder: Path, context: int = 512) -> Path:
+    """A tiny model with the template."""
+    tiny_model(folder, context=context)
+    chat_tokenizer().save_pretrained(folder)
+    return folder
 
 
 class Recorded:
@@ -81,14 +96,3 @@ class Faulty(Counting):
     def close(self) -> None:
         with self.lock:
             Faulty.closed += 1
-
-
-def prompts_of(texts: Sequence[str], answers: Sequence[Any] | None = None) -> list[Prompt]:
-    """Prompts for the tiny tokenizer."""
-    from tiny_models import tiny_tokenizer
-
-    tokenizer = tiny_tokenizer()
-    return [
-        Prompt(index, tokenizer(text)["input_ids"], text, answer=None if answers is None else answers[index])
-        for index, text in enumerate(texts)
-    ]

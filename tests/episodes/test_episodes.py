@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import prompts_of, tiny_tokenizer
 from waiting import LIMIT
 
-from episodes.episode_cases import CHAT_TEMPLATE, Counting, Faulty, Recorded, prompts_of, runner_of
+from episodes.episode_cases import Counting, Faulty, Recorded, chat_model, runner_of
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.episodes import Action, Environment, Episodes, Step
 from rlhfkit.rewards import EnvironmentReward
@@ -30,12 +30,8 @@ SAMPLING = SamplingSpec(group_size=3, max_new_tokens=5, seed=1)
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """One model for all, with a chat template; it never closes."""
-    folder = tiny_model(tmp_path_factory.mktemp("episodes"), context=128)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
     recorded = Recorded(LocalEngine())
-    recorded.folder = folder  # type: ignore[attr-defined]
+    recorded.folder = chat_model(tmp_path_factory.mktemp("episodes"), context=128)  # type: ignore[attr-defined]
     return recorded
 
 

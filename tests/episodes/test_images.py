@@ -10,7 +10,7 @@ import pytest
 import torch
 from lazy_module import LazyModule
 from models.vision_families import SIDE, picture, prompts, save_vision_model
-from tiny_models import tiny_model
+from tiny_models import local_engine, tiny_model
 from torch import nn
 
 from episodes.episode_cases import runner_of
@@ -30,9 +30,7 @@ SPEC = SamplingSpec(group_size=2, max_new_tokens=5, min_new_tokens=2, stop_token
 @pytest.fixture(scope="module", params=["idefics3", "qwen3_vl"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = save_vision_model(request.param, tmp_path_factory.mktemp("seeing") / "model")
-    engine = LocalEngine()
-    engine.start(str(folder), dtype=torch.float32, load_weights=True)
-    return folder, engine, load_causal_lm(str(folder)).eval()
+    return folder, local_engine(folder), load_causal_lm(str(folder)).eval()
 
 
 def check(model: nn.Module, samples: list[Sample]) -> None:
@@ -91,9 +89,7 @@ def test_a_model_of_text_refuses_images_of_an_environment(tmp_path: Path) -> Non
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(folder)
-    engine = LocalEngine()
-    engine.start(str(folder), dtype=torch.float32, load_weights=True)
-    runner = runner_of(engine, Episodes(Showing), folder)
+    runner = runner_of(LocalEngine(), Episodes(Showing), folder)
     try:
         with pytest.raises(Exception, match="images need a model that sees them"):
             runner.generate([Prompt(0, [5, 6])] * 2, SPEC, iteration=0)

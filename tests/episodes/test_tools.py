@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import prompts_of, tiny_tokenizer
 
-from episodes.episode_cases import CHAT_TEMPLATE, prompts_of, runner_of
+from episodes.episode_cases import chat_model, runner_of
 from rlhfkit.episodes import Action, Episodes, ToolEnvironment, tool_schemas
 from rlhfkit.episodes.tool_calls import ToolCall
 from rlhfkit.rollout import LocalEngine, SamplingSpec
@@ -107,10 +107,7 @@ def test_schemas_are_those_of_transformers() -> None:
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GroupRunner]:
-    folder = tiny_model(tmp_path_factory.mktemp("tools"))
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
+    folder = chat_model(tmp_path_factory.mktemp("tools"))
     one = runner_of(LocalEngine(), Episodes(tools=[multiply], max_turns=2), folder)
     yield one
     one.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import completion_logprobs, tiny_tokenizer
+from tiny_models import completion_logprobs, prompts_of
 
 from rlhfkit import LocalEngine, Oversampling, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.rollout import ModuleWeights
@@ -29,10 +29,6 @@ def engine(folder: Path) -> Iterator[LocalEngine]:
     made.start(str(folder), dtype=torch.float32)
     yield made
     made.close()
-
-
-def prompts() -> list[Prompt]:
-    return [Prompt(index, tiny_tokenizer()(text)["input_ids"], text) for index, text in enumerate(TEXTS)]
 
 
 def steps(stream: LocalStream, count: int) -> list[list[Sample]]:
@@ -65,14 +61,14 @@ def test_samples_that_are_cut_anywhere_and_continued_are_those_that_are_not(
     engine: LocalEngine, models: list[torch.nn.Module], spec: SamplingSpec, cuts: list[int]
 ) -> None:
     engine.load(ModuleWeights(models[0]), version=0)
-    whole = keyed([engine.generate(prompts(), spec, iteration=3)])
+    whole = keyed([engine.generate(prompts_of(TEXTS), spec, iteration=3)])
     found: list[list[Sample]] = []
     begun: list[list[Sample]] = []
     for count in cuts:
         stream = engine.stream(spec, iteration=3)
         known = {group[0].prompt.index for group in [*found, *begun]}
         stream.resume(begun)
-        stream.submit([prompt for prompt in prompts() if prompt.index not in known])
+        stream.submit([prompt for prompt in prompts_of(TEXTS) if prompt.index not in known])
         found += steps(stream, count)
         begun = stream.cut()
         assert stream.collect(9) == []
@@ -80,7 +76,7 @@ def test_samples_that_are_cut_anywhere_and_continued_are_those_that_are_not(
     stream = engine.stream(spec, iteration=3)
     known = {group[0].prompt.index for group in [*found, *begun]}
     stream.resume(begun)
-    stream.submit([prompt for prompt in prompts() if prompt.index not in known])
+    stream.submit([prompt for prompt in prompts_of(TEXTS) if prompt.index not in known])
     again = keyed([*found, *rest(stream)])
     assert again.keys() == whole.keys()
     for key, sample in again.items():
@@ -100,7 +96,7 @@ def test_prefixes_keep_versions_and_log_probs_and_what_follows_has_those_of_the_
     spec = SamplingSpec(group_size=3, max_new_tokens=24)
     engine.load(ModuleWeights(models[0]), version=4)
     stream = engine.stream(spec, iteration=0)
-    stream.submit(prompts())
+    stream.submit(prompts_of(TEXTS))
     steps(stream, 9)
     begun = stream.cut()
     cut = keyed(begun)
@@ -125,7 +121,7 @@ def test_what_another_sampling_has_no_place_for_is_sampled_anew(
     engine: LocalEngine, models: list[torch.nn.Module]
 ) -> None:
     engine.load(ModuleWeights(models[0]), version=0)
-    prompt = prompts()[0]
+    prompt = prompts_of(TEXTS)[0]
     begun = [Sample(prompt, index, [7] * 4, [-1.0] * 4, [0] * 4, "abort") for index in range(4)]
     stream = engine.stream(SamplingSpec(group_size=2, max_new_tokens=4), iteration=0)
     stream.resume([begun])

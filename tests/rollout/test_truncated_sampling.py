@@ -9,12 +9,11 @@ import lightning as L
 import pytest
 import torch
 from rl_runs import digits, fit_run, setup_run
-from tiny_models import completion_logprobs, tiny_model
+from tiny_models import completion_logprobs, local_engine
 
 from rlhfkit import LocalEngine, Prompt, RolloutCallback, Sample, SamplingSpec, VLLMPool
 from rlhfkit.losses import CORRECTION_PRESETS, dppo_loss, importance_weights
 from rlhfkit.modules.parts import Correction
-from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 NUCLEUS = SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400, top_p=0.9)
 
@@ -82,14 +81,10 @@ def test_every_correction_weighs_1_with_vllm(vllm_pool: Any, vllm_model: Path, t
     ],
     ids=str,
 )
-def test_logprobs_are_those_of_the_whole_distribution(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder = tiny_model(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    engine = LocalEngine()
-    engine.start(str(folder), dtype=torch.float32)
-    engine.load(ModuleWeights(model), version=0)
+def test_logprobs_are_those_of_the_whole_distribution(
+    folder: Path, models: list[Any], arguments: dict[str, Any]
+) -> None:
+    model, engine = models[0], local_engine(folder)
     size = 1 if arguments.get("temperature") == 0 else 4
     spec = SamplingSpec(group_size=size, max_new_tokens=30, **arguments)
     for sample in engine.generate([Prompt(0, [7, 9, 30])], spec, iteration=0):
@@ -143,23 +138,16 @@ def test_without_a_correction_they_are_not_needed_and_the_mismatch_is_not_known(
 
 
 @torch.no_grad()
-def test_penalties_follow_their_formula(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder = tiny_model(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    engine = LocalEngine()
-    engine.start(str(folder), dtype=torch.float32)
-    engine.load(ModuleWeights(model), version=0)
+def test_penalties_follow_their_formula(folder: Path, models: list[Any]) -> None:
     spec = SamplingSpec(
         group_size=1, max_new_tokens=20, temperature=0.0,
         repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.6,
     )  # fmt: skip
     prompts = [Prompt(0, [7, 9, 30]), Prompt(1, [11, 12])]
-    for sample in engine.generate(prompts, spec, iteration=0):
+    for sample in local_engine(folder).generate(prompts, spec, iteration=0):
         before = sample.prompt.token_ids.tolist()
         for place, token in enumerate(sample.token_ids.tolist()):
-            logits = model(input_ids=torch.tensor([before])).logits[0, -1].tolist()
+            logits = models[0](input_ids=torch.tensor([before])).logits[0, -1].tolist()
             for seen in set(before):
                 count = sample.token_ids.tolist()[:place].count(seen)
                 logits[seen] = logits[seen] / 1.4 if logits[seen] > 0 else logits[seen] * 1.4

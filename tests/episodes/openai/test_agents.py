@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from lazy_module import LazyModule
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import prompts_of, tiny_tokenizer
 
-from episodes.episode_cases import CHAT_TEMPLATE, Recorded, prompts_of, runner_of
+from episodes.episode_cases import Recorded, chat_model, runner_of
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes import AgentEpisodes
 from rlhfkit.episodes.openai.agents import AgentConnection
@@ -28,11 +28,7 @@ SAMPLING = SamplingSpec(group_size=2, max_new_tokens=5)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_model(tmp_path_factory.mktemp("agents"), context=256)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
+    return chat_model(tmp_path_factory.mktemp("agents"), context=256)
 
 
 async def talker(connection: AgentConnection, prompt: Prompt) -> float:

@@ -12,18 +12,17 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from lazy_module import LazyModule
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import local_engine, tiny_model, tiny_tokenizer
 from waiting import LIMIT
 
-from episodes.episode_cases import CHAT_TEMPLATE, Recorded
+from episodes.episode_cases import Recorded, chat_tokenizer
 from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import OpenAIEndpoint
 from rlhfkit.episodes.observations import ObservationTokenizer
 from rlhfkit.episodes.openai.session import ChatSession
 from rlhfkit.episodes.tool_calls import ToolCall
-from rlhfkit.rollout import LocalEngine, SamplingSpec
+from rlhfkit.rollout import SamplingSpec
 from rlhfkit.serving.access import AccessToken, ServerOptions
 
 openai = LazyModule("openai")
@@ -33,16 +32,7 @@ USER = {"role": "user", "content": "1+1="}
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    folder = tiny_model(tmp_path_factory.mktemp("endpoint"), context=256)
-    recorded = Recorded(LocalEngine())
-    recorded.start(str(folder), dtype=torch.float32, load_weights=True)
-    return recorded
-
-
-def chat_tokenizer() -> Any:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return Recorded(local_engine(tiny_model(tmp_path_factory.mktemp("endpoint"), context=256)))
 
 
 def two_calls(action: Any) -> list[ToolCall]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_tokenizer, token_logprobs
+from tiny_models import local_engine, prompts_of, tiny_model, tiny_tokenizer, token_logprobs
 
 from rlhfkit.data import Prompt
 from rlhfkit.models import load_causal_lm
@@ -19,37 +19,24 @@ def model(folder: Path) -> torch.nn.Module:
     return load_causal_lm(str(folder)).eval()
 
 
-def prompts(texts: list[str] = TEXTS) -> list[Prompt]:
-    tokenizer = tiny_tokenizer()
-    return [Prompt(TEXTS.index(text), tokenizer(text)["input_ids"], text) for text in texts]
-
-
-def started(folder: Path, model: torch.nn.Module, **arguments: int) -> LocalEngine:
-    engine = LocalEngine(**arguments)
-    engine.start(str(folder), dtype=torch.float32)
-    engine.load(ModuleWeights(model), version=7)
-    return engine
-
-
 @pytest.fixture(scope="module")
 def engine(folder: Path, model: torch.nn.Module) -> Iterator[LocalEngine]:
-    engine = started(folder, model)
+    engine = local_engine(folder, model, version=7)
     yield engine
     engine.close()
 
 
 def test_without_a_trainer_it_serves_the_models_own_weights(folder: Path, engine: LocalEngine) -> None:
-    alone = LocalEngine()
-    alone.start(str(folder), dtype=torch.float32, load_weights=True)
+    alone = local_engine(folder)
     assert alone.version == 0
     sampling = SamplingSpec(group_size=2, max_new_tokens=8)
-    made = [other.generate(prompts(), sampling, iteration=0) for other in (alone, engine)]
+    made = [other.generate(prompts_of(TEXTS), sampling, iteration=0) for other in (alone, engine)]
     assert [sample.token_ids.tolist() for sample in made[0]] == [sample.token_ids.tolist() for sample in made[1]]
 
 
 def test_greedy_is_transformers_greedy(engine: LocalEngine, model: torch.nn.Module) -> None:
     spec = SamplingSpec(group_size=1, max_new_tokens=12, temperature=0.0)
-    for sample in engine.generate(prompts(), spec, iteration=0):
+    for sample in engine.generate(prompts_of(TEXTS), spec, iteration=0):
         ids = torch.tensor([sample.prompt.token_ids.tolist()])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
         assert sample.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
@@ -57,9 +44,9 @@ def test_greedy_is_transformers_greedy(engine: LocalEngine, model: torch.nn.Modu
 
 def test_a_sample_does_not_depend_on_its_neighbours(engine: LocalEngine, folder: Path, model: torch.nn.Module) -> None:
     spec = SamplingSpec(group_size=4, max_new_tokens=40)
-    together = engine.generate(prompts(), spec, iteration=3)
-    by_three = started(folder, model, max_sequences=3).generate(prompts(), spec, iteration=3)
-    backwards = engine.generate(prompts(TEXTS[::-1]), spec, iteration=3)
+    together = engine.generate(prompts_of(TEXTS), spec, iteration=3)
+    by_three = local_engine(folder, model, max_sequences=3).generate(prompts_of(TEXTS), spec, iteration=3)
+    backwards = engine.generate(prompts_of(TEXTS)[::-1], spec, iteration=3)
     assert [(s.prompt.index, s.sample_index) for s in together] == [(p, s) for p in range(4) for s in range(4)]
     assert [sample.token_ids.tolist() for sample in together] == [sample.token_ids.tolist() for sample in by_three]
     groups = [backwards[first : first + 4] for first in range(0, 16, 4)][::-1]
@@ -68,18 +55,18 @@ def test_a_sample_does_not_depend_on_its_neighbours(engine: LocalEngine, folder:
 
 def test_samples_of_a_group_and_of_iterations_differ(engine: LocalEngine) -> None:
     spec = SamplingSpec(group_size=4, max_new_tokens=20)
-    first, second = (engine.generate(prompts(["a"]), spec, iteration=i) for i in (0, 1))
+    first, second = (engine.generate(prompts_of(["a"]), spec, iteration=i) for i in (0, 1))
     assert len({tuple(sample.token_ids.tolist()) for sample in [*first, *second]}) == 8
 
 
 def test_tokens_come_with_their_probability(folder: Path, model: torch.nn.Module) -> None:
     """First tokens of 4,000 samples against the model's own distribution (chi-square, 99.9 %)."""
-    engine = started(folder, model, max_sequences=4000)
-    made = engine.generate(prompts(["a"]), SamplingSpec(group_size=4000, max_new_tokens=1), iteration=0)
+    engine = local_engine(folder, model, max_sequences=4000)
+    made = engine.generate(prompts_of(["a"]), SamplingSpec(group_size=4000, max_new_tokens=1), iteration=0)
     counts = torch.bincount(torch.tensor([sample.token_ids.tolist()[0] for sample in made]), minlength=128)
     with torch.no_grad():
         expected = (
-            model(input_ids=torch.tensor([prompts(["a"])[0].token_ids.tolist()])).logits[0, -1].softmax(-1) * 4000
+            model(input_ids=torch.tensor([prompts_of(["a"])[0].token_ids.tolist()])).logits[0, -1].softmax(-1) * 4000
         )
     often = expected >= 5
     merged = torch.cat([counts[often].float(), counts[~often].sum()[None]])
@@ -90,7 +77,7 @@ def test_tokens_come_with_their_probability(folder: Path, model: torch.nn.Module
 
 
 def test_stop_token_ends_a_sample_and_belongs_to_it(engine: LocalEngine) -> None:
-    made = engine.generate(prompts(), SamplingSpec(group_size=16, max_new_tokens=60), iteration=0)
+    made = engine.generate(prompts_of(TEXTS), SamplingSpec(group_size=16, max_new_tokens=60), iteration=0)
     stopped = [sample for sample in made if sample.finish_reason == "stop"]
     assert stopped
     eos = tiny_tokenizer().eos_token_id
@@ -101,13 +88,13 @@ def test_stop_token_ends_a_sample_and_belongs_to_it(engine: LocalEngine) -> None
 
 def test_min_new_tokens_forbids_early_stops(engine: LocalEngine) -> None:
     spec = SamplingSpec(group_size=32, max_new_tokens=30, min_new_tokens=20)
-    assert all(len(sample.token_ids) >= 20 for sample in engine.generate(prompts(), spec, iteration=0))
+    assert all(len(sample.token_ids) >= 20 for sample in engine.generate(prompts_of(TEXTS), spec, iteration=0))
 
 
 def test_stop_text_ends_a_sample(engine: LocalEngine) -> None:
     spec = SamplingSpec(group_size=16, max_new_tokens=40, stop=("a", "e"))
     tokenizer = tiny_tokenizer()
-    for sample in engine.generate(prompts(["1+2="]), spec, iteration=0):
+    for sample in engine.generate(prompts_of(["1+2="]), spec, iteration=0):
         text = tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
         assert not set(text[:-1]) & {"a", "e"}
         assert (sample.finish_reason == "stop") == (text[-1:] in ("a", "e") or sample.token_ids.tolist()[-1] == 1)
@@ -127,9 +114,9 @@ def test_a_prompt_that_does_not_fit_is_named(engine: LocalEngine) -> None:
 
 def test_a_closed_engine_starts_again_with_another_model(folder: Path, tmp_path: Path) -> None:
     model = load_causal_lm(str(folder)).eval()
-    engine = started(folder, model)
+    engine = local_engine(folder, model)
     engine.close()
     other = tiny_model(tmp_path / "other", seed=3, tied=False)
     engine.start(str(other), dtype=torch.float32)
     engine.load(ModuleWeights(load_causal_lm(str(other))), version=1)
-    assert engine.generate(prompts(), SamplingSpec(group_size=1, max_new_tokens=2), iteration=0)
+    assert engine.generate(prompts_of(TEXTS), SamplingSpec(group_size=1, max_new_tokens=2), iteration=0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import completion_logprobs, tiny_tokenizer
+from tiny_models import completion_logprobs, local_engine, prompts_of
 from waiting import LIMIT
 
 from rlhfkit.data import Prompt, Sample
@@ -19,17 +19,6 @@ from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.local.weights import WeightLock
 
 TEXTS = ["1+2=", "hello world", "a", "12345 67"]
-
-
-def prompts() -> list[Prompt]:
-    return [Prompt(index, tiny_tokenizer()(text)["input_ids"], text) for index, text in enumerate(TEXTS)]
-
-
-def started(folder: Path, model: torch.nn.Module, **arguments: int) -> LocalEngine:
-    engine = LocalEngine(**arguments)
-    engine.start(str(folder), dtype=torch.float32)
-    engine.load(ModuleWeights(model), version=0)
-    return engine
 
 
 class SwappedInside(LocalEngine):
@@ -61,7 +50,7 @@ def test_every_token_has_the_log_prob_of_its_own_version(folder: Path, models: l
     engine.models = models
     engine.start(str(folder), dtype=torch.float32)
     engine.load(ModuleWeights(models[0]), version=0)
-    samples = engine.generate(prompts(), SamplingSpec(group_size=3, max_new_tokens=24), iteration=0)
+    samples = engine.generate(prompts_of(TEXTS), SamplingSpec(group_size=3, max_new_tokens=24), iteration=0)
     assert any(set(sample.versions.tolist()) == {0, 1, 2} for sample in samples)
     for sample in samples:
         assert sample.versions.tolist() == ([0] * 8 + [1] * 8 + [2] * 8)[: len(sample.token_ids)]
@@ -78,20 +67,20 @@ def test_weights_that_are_the_same_change_nothing(folder: Path, models: list[tor
     engine.models = [models[0]] * 3
     engine.start(str(folder), dtype=torch.float32)
     engine.load(ModuleWeights(models[0]), version=0)
-    swapped = engine.generate(prompts(), spec, iteration=1)
-    plain = started(folder, models[0]).generate(prompts(), spec, iteration=1)
+    swapped = engine.generate(prompts_of(TEXTS), spec, iteration=1)
+    plain = local_engine(folder, models[0]).generate(prompts_of(TEXTS), spec, iteration=1)
     assert [sample.token_ids.tolist() for sample in swapped] == [sample.token_ids.tolist() for sample in plain]
 
 
 def test_a_load_that_fails_ends_what_is_being_generated(folder: Path, models: list[torch.nn.Module]) -> None:
-    engine = started(folder, models[0])
+    engine = local_engine(folder, models[0])
     stream = engine.stream(SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400), iteration=0)
     failures: list[BaseException] = []
 
     def generate() -> None:
         try:
             while True:  # so that nothing is finished before the load
-                stream.submit(prompts())
+                stream.submit(prompts_of(TEXTS))
                 stream.collect(4)
         except RuntimeError as error:
             failures.append(error)
@@ -123,14 +112,14 @@ def collected(stream: object, most: int) -> list[list[Sample]]:
 def test_a_stream_gives_every_group_once_and_the_shortest_first(
     folder: Path, models: list[torch.nn.Module], max_sequences: int
 ) -> None:
-    engine = started(folder, models[0], max_sequences=max_sequences)
+    engine = local_engine(folder, models[0], max_sequences=max_sequences)
     assert engine.can_stream
     spec = SamplingSpec(group_size=3, max_new_tokens=60)
-    expected = engine.generate(prompts(), spec, iteration=0)
+    expected = engine.generate(prompts_of(TEXTS), spec, iteration=0)
     stream = engine.stream(spec, iteration=0)
-    stream.submit(prompts()[:3])
+    stream.submit(prompts_of(TEXTS)[:3])
     groups = stream.collect(1)
-    stream.submit(prompts()[3:])
+    stream.submit(prompts_of(TEXTS)[3:])
     groups += collected(stream, 2)
     assert sorted(group[0].prompt.index for group in groups) == [0, 1, 2, 3]
     by_index = sorted(groups, key=lambda group: group[0].prompt.index)
@@ -141,7 +130,7 @@ def test_a_stream_gives_every_group_once_and_the_shortest_first(
         longest = [max(len(sample.token_ids) for sample in group) for group in groups[:3]]
         assert longest == sorted(longest)
     assert stream.collect(1) == []
-    stream.submit(prompts())
+    stream.submit(prompts_of(TEXTS))
     assert len(stream.collect(1)) == 1
     for _ in range(2):  # the rest is dropped
         stream.close()
@@ -191,7 +180,7 @@ def test_finished_masks_change_no_bit(
     folder: Path, models: list[torch.nn.Module], lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Transformers would make the same ones, after a look at each mask that a GPU's host would wait for."""
-    engine = started(folder, models[0])
+    engine = local_engine(folder, models[0])
     texts = [Prompt(index, list(range(5, 5 + length))) for index, length in enumerate(lengths)]
     assert engine._finished_masks
     found = []
@@ -209,7 +198,7 @@ def test_only_families_whose_layers_see_all_tokens_take_finished_masks(
 
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     windows = Gemma2ForCausalLM(Gemma2Config(vocab_size=64, head_dim=16, num_key_value_heads=2, **shape))
-    engine = started(folder, models[0])
+    engine = local_engine(folder, models[0])
     assert engine._model is not None
     assert takes_finished_masks(engine._model)
     assert not takes_finished_masks(windows)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from rl_runs import digits, fit_run
 from shared_pool import SharedPool
-from tiny_models import tiny_tokenizer, token_logprobs
+from tiny_models import local_engine, tiny_tokenizer, token_logprobs
 
-from rlhfkit import LocalEngine, Prompt, RolloutCallback, SamplingSpec, VLLMServer
+from rlhfkit import Prompt, RolloutCallback, SamplingSpec, VLLMServer
 from rlhfkit.modules.parts import Correction
 from rlhfkit.rollout.errors import EngineError, RequestError, WeightsNeededError
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -82,9 +82,7 @@ def test_penalties_of_vllm_are_those_of_a_local_engine(
     model = load_trainer_model(vllm_model)
     train_a_little(model, seed=9)  # different tokens than the saved model's
     server.load(ModuleWeights(model), 5)
-    local = LocalEngine()
-    local.start(str(vllm_model), dtype=torch.float32)
-    local.load(ModuleWeights(model), 5)
+    local = local_engine(vllm_model, model)
     spec = SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.0, **penalties)  # type: ignore[arg-type]
     found, expected = (engine.generate(PROMPTS, spec, iteration=0) for engine in (server, local))
     plain = local.generate(PROMPTS, SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.0), iteration=0)

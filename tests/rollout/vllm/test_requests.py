@@ -14,11 +14,10 @@ from typing import Any
 import httpx
 import hypothesis.strategies as st
 import pytest
-import torch
-from episodes.episode_cases import CHAT_TEMPLATE
+from episodes.episode_cases import chat_tokenizer
 from hypothesis import given
 from shared_pool import SharedPool
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import local_engine, tiny_model
 
 from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import OpenAIEndpoint
@@ -73,10 +72,7 @@ class TestSamplingSpec:
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> LocalEngine:
     """An engine in this process."""
-    engine = LocalEngine()
-    folder = tiny_model(tmp_path_factory.mktemp("requests"), context=256)
-    engine.start(str(folder), dtype=torch.float32, load_weights=True)
-    return engine
+    return local_engine(tiny_model(tmp_path_factory.mktemp("requests"), context=256))
 
 
 class TestLocalEngine:
@@ -198,13 +194,11 @@ class TestVLLM:
             fetch(handle.actor.abort.remote(7), handle, "pausing")
 
     def test_every_request_to_the_endpoint_gets_its_own_answer(self, pool: SharedPool) -> None:
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = CHAT_TEMPLATE
         user = {"role": "user", "content": "1+1="}
         answers: dict[str, int] = {}
         with (
             OpenAIEndpoint(
-                pool, tokenizer, max_context_tokens=128, sampling=SamplingSpec(max_new_tokens=3)
+                pool, chat_tokenizer(), max_context_tokens=128, sampling=SamplingSpec(max_new_tokens=3)
             ) as endpoint,
             httpx.Client(
                 base_url=endpoint.base_url(),
