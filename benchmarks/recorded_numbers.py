@@ -348,7 +348,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "ppo_normalized": ppo(
             parts=[
                 part("critic.Critic", normalize=True, bootstrap_truncated=True),
-                part("critic.GAE", length_adaptive_alpha=0.5),
+                part("critic.GAE", lam={"class_path": "length_adaptive_lambda", "init_args": {"alpha": 0.5}}),
                 part("critic.Returns", lam=1.0),
                 part("critic.CriticWarmup", steps=1),
             ],

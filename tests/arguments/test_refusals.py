@@ -214,8 +214,11 @@ REFUSED: dict[type, list[tuple[dict[str, Any], str]]] = {
         ({"parts": [Critic(shared=True), CriticWarmup(1)]}, "leave CriticWarmup out"),
         ({"parts": [Critic(shared=True), LogLinear()], "kl_coef": 0.0}, r"LogLinear .* effect beside Critic\(shared"),
         ({"parts": [Critic(shared=True), RouterReplay()]}, "RouterReplay would have no effect"),
-        ({"advantages": "rloo_advantages", "parts": [GAE(length_adaptive_alpha=0.05)]}, r"advantages .* beside GAE\("),
-        ({"lam": 0.9, "parts": [GAE(length_adaptive_alpha=0.05)]}, r"lam would have no effect beside GAE\("),
+        (
+            {"advantages": "rloo_advantages", "parts": [GAE(lam="length_adaptive_lambda")]},
+            r"advantages .* beside GAE\(",
+        ),
+        ({"lam": 0.9, "parts": [GAE(lam="length_adaptive_lambda")]}, r"lam would have no effect beside GAE\("),
         ({"critic": "rm", "parts": [Critic(normalize=True)]}, r"critic would have no effect beside Critic\("),
         ({"parts": [MaskTruncated(), Critic(bootstrap_truncated=True)]}, "bootstrap_truncated would have no effect"),
         # a critic that ranks of its own train, or nobody
@@ -330,7 +333,7 @@ REFUSED: dict[type, list[tuple[dict[str, Any], str]]] = {
     GAE: [
         ({"gamma": 1.5}, r"GAE\.gamma"),
         ({"lam": -0.1}, r"GAE\.lam"),
-        ({"length_adaptive_alpha": 0.0}, r"GAE\.length_adaptive_alpha"),
+        ({"lam": {"class_path": "length_adaptive_lambda", "init_args": {"alpha": 0.0}}}, "alpha must be positive"),
     ],
     StopProperly: [({"coef": 1.5}, r"StopProperly\.coef")],
     MissingEndPenalty: [({"penalty": 0.0}, r"MissingEndPenalty\.penalty must be a finite number above 0")],

@@ -28,7 +28,7 @@ class PPOModule(OnPolicyModule):
 
         PPOModule("sft", parts=[Critic("reward-model", normalize=True), CriticWarmup(20)])
         PPOModule("sft", parts=[Critic(shared=True), ValueLoss(0.1, clip=0.2)])
-        PPOModule("sft", parts=[GAE(length_adaptive_alpha=0.05), Returns(lam=1.0)])
+        PPOModule("sft", parts=[GAE(lam="length_adaptive_lambda"), Returns(lam=1.0)])
 
     Args:
         model: Folder or hub name of the policy.
@@ -98,7 +98,7 @@ class PPOModule(OnPolicyModule):
         if advantages is None:
             self.credit = [gae, WhitenAdvantages()] if whiten_advantages else [gae]
         self.own_parts = own_penalty(kl_coef, given, lambda coef: KLInReward(coef, place="token"))
-        self.own_parts += [self.critic_part, ValueLoss(), Returns(gae.gamma, gae.lam)]
+        self.own_parts += [self.critic_part, ValueLoss(), Returns(gae.gamma, lam if callable(gae.lam) else gae.lam)]
         self.kl_coef = kl_coef
         super().__init__(
             model,

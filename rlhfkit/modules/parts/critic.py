@@ -5,7 +5,7 @@ in a :class:`~rlhfkit.roles.CriticPool` that trains it, or frozen in a :class:`~
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import LossOutput, gae, length_adaptive_lambda, value_loss, weighted_metric
+from rlhfkit.losses import LossOutput, gae, value_loss, weighted_metric
 from rlhfkit.losses.advantages.rewards import RewardMoments, normalize_rewards
 from rlhfkit.models import PolicyOutput
 from rlhfkit.models.forward import VALUE_HEAD, unwrap
@@ -27,7 +27,7 @@ from rlhfkit.parts import Child, Configured, Part, Stage, overriding, part_name
 from rlhfkit.roles import CriticPool, ModelPool
 from rlhfkit.roles.frozen_model import FrozenModel
 from rlhfkit.roles.replica import Role
-from rlhfkit.validation import check_integer, check_number
+from rlhfkit.validation import GivenFunction, check_integer, check_number, resolve_function
 
 DEFAULT_LR = 9e-6
 """Peak learning rate of a critic: OpenRLHF's default."""
@@ -271,9 +271,9 @@ class GAE(Part):
 
     Args:
         gamma: Discount, in [0, 1].
-        lam: Lambda, in [0, 1] (0.95: Schulman et al., 2016; OpenRLHF has 1).
-        length_adaptive_alpha: Lambda is 1 - 1 / (alpha * tokens) of each answer, in place of ``lam``, see
-            :func:`~rlhfkit.losses.length_adaptive_lambda` (0.05 in VAPO, 2025, arXiv:2504.05118).
+        lam: Lambda, in [0, 1] (0.95: Schulman et al., 2016; OpenRLHF has 1). Or a function of the number of tokens of
+            each answer, (B,), to (B,): ``"length_adaptive_lambda"`` is that of VAPO (2025, arXiv:2504.05118), see
+            :func:`~rlhfkit.losses.length_adaptive_lambda`; a partial of it has another α than 0.05.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -282,18 +282,21 @@ class GAE(Part):
     stage, reads, writes = Stage.CREDIT, ("rewards", "values"), ("advantages",)
     may_read = ("token_penalty", "token_rewards", "final_values")
 
-    def __init__(self, gamma: float = 1.0, lam: float = 0.95, *, length_adaptive_alpha: float | None = None) -> None:
+    def __init__(self, gamma: float = 1.0, lam: float | GivenFunction = 0.95) -> None:
         check_number("GAE.gamma", gamma, minimum=0, maximum=1)
-        check_number("GAE.lam", lam, minimum=0, maximum=1)
-        check_number("GAE.length_adaptive_alpha", length_adaptive_alpha, above=0, optional=True)
-        self.gamma, self.lam, self.length_adaptive_alpha = gamma, lam, length_adaptive_alpha
+        self.gamma = gamma
+        self.lam: float | Callable[[Tensor], Tensor]
+        if isinstance(lam, str | Mapping) or callable(lam):
+            self.lam = resolve_function(lam, "GAE.lam", home="rlhfkit.losses")
+            self.lam(torch.ones(1))  # so that bad arguments raise before training
+        else:
+            check_number("GAE.lam", lam, minimum=0, maximum=1)
+            self.lam = lam
 
     def prepare(self, rows: Experience) -> Experience:
         """Add advantages (B, T-1); 0 outside the mask."""
-        alpha, lam = self.length_adaptive_alpha, self.lam
-        lengths = rows.action_mask.sum(-1)
-        chosen = lam if alpha is None else length_adaptive_lambda(lengths, alpha=alpha)
-        return with_advantages(rows, estimate(rows, self.gamma, chosen)[0])
+        lam = self.lam(rows.action_mask.sum(-1)) if callable(self.lam) else self.lam
+        return with_advantages(rows, estimate(rows, self.gamma, lam)[0])
 
 
 class Returns(Part):

@@ -1,6 +1,7 @@
 """PPO at the length limit and with lambda by length, against recursions of one sequence at a time."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from rl_runs import digits, setup_run
 from torch import Tensor
 
 from rlhfkit import PPOModule, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.modules.parts import GAE, Critic
+from rlhfkit.losses import length_adaptive_lambda
+from rlhfkit.modules.parts import GAE, Critic, Returns
 
 
 def states_of(module: Any, sample: Sample) -> Tensor:
@@ -72,7 +74,11 @@ def test_advantages_and_returns_are_those_of_the_recursion(tmp_path: Path, share
         module=PPOModule,
         module_arguments={
             "kl_coef": 0.0, "whiten_advantages": False,
-            "parts": [Critic(shared=shared, bootstrap_truncated=True), GAE(lam=0.9, length_adaptive_alpha=0.4)],
+            "parts": [
+                Critic(shared=shared, bootstrap_truncated=True),
+                GAE(lam=partial(length_adaptive_lambda, alpha=0.4)),
+                Returns(lam=0.9),
+            ],
         },
         rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         callbacks=[hand],
