@@ -33,7 +33,7 @@ class Stage(IntEnum):
     """When a part prepares an iteration; parts of one stage do in the order in which they were given."""
 
     SCORE = 10
-    """Rewards of samples by models of the module; what is logged as the reward."""
+    """Rewards of samples by models of the module."""
     SHAPE = 20
     """What becomes of rewards: penalties, scale, limits."""
     POLICY = 30

@@ -31,6 +31,10 @@ from rlhfkit.rollout.request_batcher import EngineFailedError, RequestBatcher, R
 log = logging.getLogger(__name__)
 
 
+_OF_A_REQUEST = ("group_size", "max_new_tokens", "stop", "stop_token_ids")
+"""Fields of a SamplingSpec that requests of a run may have each their own of."""
+
+
 class GroupError(RuntimeError):
     """A group function returned no group, or all of the samples that it made are failures."""
 
@@ -106,12 +110,42 @@ class GroupSampler:
     def __init__(self, stream: "GroupFunctionStream", prompt: Prompt, iteration: int, own: ExitStack) -> None:
         self.prompt = prompt
         self.iteration = iteration
-        self.sampling = stream.sampling
-        """How to sample; ``group_size`` is the size that the function is asked for."""
         self._stream = stream
+        self._sampling = stream.sampling
         self._repeats: dict[Any, int] = {}
         self._own = own  # in which the function itself counts among those who send requests
         self.scored: list[list[Sample]] = []
+
+    @property
+    def sampling(self) -> SamplingSpec:
+        """How to sample; ``group_size`` is the size that the function is asked for.
+
+        A function may set it for what it asks next: other lengths and stops, such as those of a row of the data, and
+        another temperature if the module weighs samples by the engine's log-probs.
+
+        Raises:
+            ValueError: If it is set to what the trainer or the engine would take for the run's.
+        """
+        return self._sampling
+
+    @sampling.setter
+    def sampling(self, sampling: SamplingSpec) -> None:
+        run, weighed = self._stream.sampling, self._stream.runner.weighed
+        free = {*_OF_A_REQUEST, *(["temperature"] if weighed else [])}
+        names = [each.name for each in dataclasses.fields(run) if each.name not in free]
+        changed = [name for name in names if getattr(sampling, name) != getattr(run, name)]
+        if changed == ["temperature"]:
+            raise ValueError(
+                f"samples at temperature {sampling.temperature:g} are not those of the policy that learns, whose "
+                f"log-probs are at the run's {run.temperature:g}: give the module a Correction, which weighs them, or "
+                "change the temperature of whole iterations by a RolloutPart"
+            )
+        if changed:
+            raise ValueError(
+                f"a group function may not set {', '.join(changed)}, which engines are prepared for before the run: "
+                f"give them in RolloutCallback(sampling=...); it may set {', '.join(_OF_A_REQUEST)}"
+            )
+        self._sampling = sampling
 
     @property
     def engine(self) -> RolloutEngine:
@@ -337,6 +371,8 @@ class GroupRunner:
         )
         self.can_stream = not engine.recorded
         """Whether groups are returned as their functions return: not those of an earlier run."""
+        self.weighed = True
+        """Whether samples of another distribution than the policy's are weighed by the engine's log-probs."""
         self.loop = EventLoopThread("rlhfkit-groups")
         self.score: Callable[[list[Sample]], None] = _no_reward
         """Sets the rewards of samples, in place; called in any thread."""

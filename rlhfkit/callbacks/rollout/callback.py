@@ -493,6 +493,8 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
         check_learner(
             module, self.engine, self.sampling, rewarded=self.reward is not None, source=self.collector.source
         )
+        if self.groups is not None:
+            self.groups.weighed = module.uses_rollout_logprobs
         self.planner = IterationPlanner(trainer, self.group_size)
         self.planner.check()
         check_whole_iterations(trainer)

@@ -240,8 +240,9 @@ class OnPolicyModule(PolicyModule):
 
     @property
     def needs_reward(self) -> bool:
-        """Whether ``RolloutCallback`` must have a reward: where no model of the module scores, and a part reads it."""
-        return self.scorer is None and any("rewards" in part.reads for part in self.parts)
+        """Whether ``RolloutCallback`` must have a reward: where a part reads it, and none of the module makes it."""
+        made = self.scorer is not None or any("rewards" in part.creates for part in self.parts)
+        return not made and any("rewards" in part.reads for part in self.parts)
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError if groups of this size teach nothing, as the parts say that compute advantages."""

@@ -91,6 +91,7 @@ class SynchronizedSteps:
             name: GradientNormTracker(engine.module, device, half=engine.fp16_enabled())
             for name, engine in engines.items()
         }
+        self._trained = {name: _trained(engine.module) for name, engine in engines.items()}
 
     def after_backward(self, names: Iterable[str], loss: Tensor) -> None:
         """Record a backward pass of ``loss`` through the named engines."""
@@ -102,7 +103,11 @@ class SynchronizedSteps:
 
         Under fp16 with a dynamic loss scale, an overflow is not an error as long as the scale can fall: it falls in the
         engines whose gradients overflowed, and no engine steps.
+
+        Raises:
+            RuntimeError: If ``requires_grad`` of parameters has changed since they were made.
         """
+        self._check_trained(engines)
         self._skipped = self._to_skip & set(engines)
         self._to_skip -= self._skipped
         engines = {name: engine for name, engine in engines.items() if name not in self._skipped}
@@ -124,6 +129,24 @@ class SynchronizedSteps:
         for name in engines:
             self.reset(name)
         return outcome
+
+    def _check_trained(self, engines: Mapping[str, "DeepSpeedEngine"]) -> None:
+        """Raise RuntimeError if parameters were frozen, or others are to be trained, since the engines were made.
+
+        Their optimizers go by flat tensors of all parameters of a group, in which a frozen one would move on by its
+        momentum and weight decay; one that was frozen then is in none.
+        """
+        for name, engine in engines.items():
+            before, now = self._trained[name], _trained(engine.module)
+            flat = engine.optimizer is not engine.basic_optimizer
+            changed = sorted(now - before) + (sorted(before - now) if flat else [])
+            if changed:
+                raise RuntimeError(
+                    f"requires_grad of {len(changed)} parameters of {name!r} was changed during training (first: "
+                    f"{changed[0]}), which DeepSpeed's optimizer does not notice: leave it, and set the 'lr' of their "
+                    "parameter groups in on_before_optimizer_step, to 0 while they are frozen (Part.parameter_groups "
+                    "divides groups)"
+                )
 
     def skip_update(self, name: str) -> None:
         """Leave an engine whose gradients were dropped out of the next step."""
@@ -152,6 +175,11 @@ class SynchronizedSteps:
         """Remove all hooks."""
         for tracker in self._trackers.values():
             tracker.remove()
+
+
+def _trained(model: nn.Module) -> set[str]:
+    """Names of the parameters that are trained."""
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _step_all(engines: Sequence["DeepSpeedEngine"]) -> StepOutcome:

@@ -1,0 +1,218 @@
+"""What people ask other libraries for, and is a few lines here: what such lines rest on.
+
+Covers what rollout/groups.py, modules/on_policy and strategies/deepspeed/synchronized_steps.py allow them.
+"""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import PlainGRPO, digits, setup_run, weights
+from strategies import ranks
+from test_docs_parts import examples
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from rlhfkit import LossOutput, Part, Prompt, RolloutCallback, Sample, SamplingSpec, Stage
+from rlhfkit.modules.parts import Correction, TeacherAdvantages
+from rlhfkit.rollout import GroupSampler, ModuleWeights
+from rlhfkit.strategies.deepspeed.synchronized_steps import SynchronizedSteps
+
+TEMPERATURES = (0.6, 1.0, 1.4, 0.6)
+
+# ---------------------------------------------------------------------- sampling of single requests
+
+
+async def spread(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+    """Each sample of a group at a temperature of its own."""
+    group: list[Sample] = []
+    for attempt, temperature in enumerate(TEMPERATURES):
+        sampler.sampling = dataclasses.replace(sampler.sampling, temperature=temperature)
+        group += await sampler.sample(prompt, 1, attempt=attempt)
+    return group
+
+
+async def own_limits(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+    """Samples with the length and the stop of their prompt."""
+    stop, length = "57"[prompt.index % 2], 40 + prompt.index % 3
+    sampler.sampling = dataclasses.replace(sampler.sampling, stop=stop, max_new_tokens=length)
+    return await sampler.sample(prompt, size)
+
+
+async def nucleus(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+    sampler.sampling = dataclasses.replace(sampler.sampling, top_p=0.5)
+    return await sampler.sample(prompt, size)
+
+
+def test_samples_of_a_group_at_other_temperatures_have_log_probs_to_weigh_them_by(tmp_path: Path) -> None:
+    rollouts = RolloutCallback(digits, group=spread, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+    arguments = {"parts": [Correction("tis")]}
+    trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments, rollouts=rollouts, max_epochs=1)
+    trainer.fit(module, data)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for sample in rollouts.samples:
+        ids, first = torch.from_numpy(sample.all_token_ids).long(), sample.prompt.num_tokens
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0] / TEMPERATURES[sample.sample_index]
+        expected = logits.log_softmax(-1)[first - 1 : -1].gather(-1, ids[first:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=0)
+    assert float(trainer.callback_metrics["rollout_corr/is_std"]) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("group", "error"),
+    [(spread, "temperature 0.6 .* the run's 1: give the module a Correction"), (nucleus, "may not set top_p")],
+)
+def test_a_group_function_may_not_sample_what_the_trainer_takes_for_the_policy(
+    tmp_path: Path, group: Any, error: str
+) -> None:
+    rollouts = RolloutCallback(digits, group=group, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
+    with pytest.raises(ValueError, match=error):
+        trainer.fit(module, data)
+
+
+def test_a_prompt_may_have_a_length_and_a_stop_of_its_own(tmp_path: Path) -> None:
+    rollouts = RolloutCallback(digits, group=own_limits, sampling=SamplingSpec(group_size=4, max_new_tokens=64))
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
+    trainer.fit(module, data)
+    ends = {sample.finish_reason for sample in rollouts.samples}
+    assert ends == {"stop", "length"}
+    for sample in rollouts.samples:
+        stop, length = "57"[sample.prompt.index % 2], 40 + sample.prompt.index % 3
+        assert stop not in sample.text[:-1]
+        assert sample.num_tokens == length or sample.finish_reason == "stop"
+
+
+# ---------------------------------------------------------------------- rewards that a part makes
+
+
+class Counted(Part):
+    """The reward is how often a token was written."""
+
+    stage, writes = Stage.SHAPE, ("rewards",)
+
+    def prepare(self, rows: Any) -> Any:
+        return dataclasses.replace(rows, rewards=((rows.input_ids == 30) & rows.attention_mask).sum(-1).float())
+
+
+def test_a_part_that_makes_the_rewards_needs_no_reward_of_the_callback(tmp_path: Path) -> None:
+    rollouts = RolloutCallback(sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+    trainer, module, data, _ = setup_run(tmp_path, module_arguments={"parts": [Counted()]}, rollouts=rollouts)
+    trainer.fit(module, data)
+    assert rollouts.experience is not None
+    assert bool(rollouts.experience.advantages.any())  # type: ignore[union-attr]  # there are some
+
+
+# ---------------------------------------------------------------------- forward passes over other rows
+
+
+def test_a_teacher_reads_a_hint_that_the_student_does_not(tmp_path: Path) -> None:
+    parts = [examples()["HintedTeacher"]("(hint)"), TeacherAdvantages()]
+    trainer, module, data, rollouts = setup_run(tmp_path, module_arguments={"parts": parts}, max_epochs=1)
+    trainer.fit(module, data)
+    rows, hint = rollouts.experience, torch.tensor(module.tokenizer.encode("(hint)"))
+    assert rows is not None
+    for row in range(len(rows)):
+        first, last = int(rows.prompt_lengths[row]), int(rows.lengths[row])
+        ids = torch.cat([rows.input_ids[row, :first], hint, rows.input_ids[row, first:last]])
+        with torch.no_grad():
+            logits = module.reference(ids[None]).logits[0]
+        answer = slice(first + len(hint), None)
+        expected = logits.log_softmax(-1)[first + len(hint) - 1 : -1].gather(-1, ids[answer, None])[:, 0]
+        found = rows.columns["teacher_logprobs"][row]
+        torch.testing.assert_close(found[first - 1 : last - 1], expected, atol=1e-5, rtol=0)
+    assert float(trainer.callback_metrics["distillation/reverse_kl"]) > 0
+
+
+# ---------------------------------------------------------------------- losses that compare samples
+
+
+class Ranking(PlainGRPO):
+    """Each sample shall be likelier than those of its group with a smaller reward."""
+
+    keeps_groups_together = True
+
+    def loss(self, batch: Any, out: Any) -> LossOutput:
+        score = (out.logprobs * batch.action_mask).sum(-1) / batch.action_mask.sum(-1).clamp(min=1)
+        better = (batch.rewards[:, None] > batch.rewards) & (batch.group[:, None] == batch.group)
+        pairs = nn.functional.softplus(score - score[:, None]) * better
+        return LossOutput(pairs.sum() / batch.row_denominator, {})
+
+
+def test_a_loss_that_compares_the_samples_of_a_group_is_the_same_in_other_micro_batches(tmp_path: Path) -> None:
+    found: list[dict[str, Tensor]] = []
+    for size, accumulate in ((8, 2), (4, 4)):
+        trainer, module, data, _ = setup_run(
+            tmp_path,
+            module=Ranking,
+            data_arguments={"micro_batch_size": size},
+            accumulate_grad_batches=accumulate,
+        )
+        trainer.fit(module, data)
+        found.append(weights(module))
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, atol=2e-6, rtol=0)
+
+
+# ---------------------------------------------------------------------- layers that are frozen during training
+
+
+class Freeze(L.Callback):
+    """Freezes the first layer before the second update, as one would with torch's optimizers."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1:
+            for name, weight in module.policy.named_parameters():
+                weight.requires_grad_("layers.0." not in name)
+
+
+def freezing(folder: Path, place: str) -> dict[str, Any]:
+    """What a rank of its own runs: the error of each strategy, and the first layer's weights after each batch."""
+    found: dict[str, Any] = {}
+    for way in ("0", "2", "3", "2 by its rate", "3 by its rate"):
+        seen: list[float] = []
+        by_rate = way.endswith("rate")
+        parts = [examples()["FreezeAfter"](1)] if by_rate else []
+
+        class Keep(L.Callback):
+            def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+                layer = (one for name, one in ModuleWeights(module.policy) if "layers.0." in name)
+                seen.append(sum(float(one.double().abs().sum()) for one in layer))  # noqa: B023
+
+        trainer, module, data, _ = setup_run(
+            Path(place),
+            callbacks=[Keep()] if by_rate else [Freeze(), Keep()],
+            module_arguments={"parts": parts},
+            strategy=f"rlhf_zero{way[0]}",
+        )
+        try:
+            trainer.fit(module, data)
+            found[way] = [seen[1] == seen[-1], seen[0] == seen[1]]
+        except RuntimeError as error:
+            found[way] = str(error)
+    return found
+
+
+@pytest.mark.distributed
+def test_layers_that_are_frozen_during_training_stand_still_or_stop_the_run(tmp_path: Path) -> None:
+    (found,) = ranks.run("test_requests:freezing", 1, tmp_path / "rank", place=str(tmp_path))
+    for way in ("0", "2 by its rate", "3 by its rate"):
+        assert found[way] == [True, False]
+    for stage in ("2", "3"):
+        assert "requires_grad of 9 parameters of 'policy' was changed during training" in found[stage]
+
+
+def test_a_layer_that_is_trained_only_now_stops_the_run_at_every_stage() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = object()
+    engine: Any = SimpleNamespace(module=model, optimizer=optimizer, basic_optimizer=optimizer, fp16_enabled=bool)
+    steps = SynchronizedSteps({"policy": engine}, torch.device("cpu"))
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"2 parameters of 'policy' .*first: 0.bias"):
+        steps.step({"policy": engine})
