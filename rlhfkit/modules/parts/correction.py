@@ -87,8 +87,8 @@ class NoCorrection(Part):
 class EngineMismatch(Part):
     """Logs how far the log-probs of engine and trainer are apart, for the same tokens and policy.
 
-    The metrics are those of :func:`~rlhfkit.losses.mismatch_metrics` of the same names, and NaN if the engine knows no
-    log-probs (see ``RolloutEngine.configure_logprobs``). Replayed samples, which are of other policies on purpose, are
+    The metrics have verl's names, as those of :func:`~rlhfkit.losses.mismatch_metrics`, and are NaN if the engine knows
+    no log-probs (see ``RolloutEngine.configure_logprobs``). Replayed samples, which are of other policies on purpose, are
     left out. Modules that learn from their own samples make one.
     """
 

@@ -1,4 +1,4 @@
-"""DPO and its variants against closed forms; TRL's values: ``modules/preference/test_dpo.py``. Covers variants.py."""
+"""DPO and its variants against closed forms; TRL's values: ``modules/preference/test_dpo.py``."""
 
 import json
 import math
