@@ -70,6 +70,9 @@ def join_process_group(
             store.set("problem", examine(found) or "")
         problem = store.get("problem").decode()
         if problem:
+            store.set(f"told/{rank}", "")
+            if rank == 0:  # whose end closes the store
+                wait_for_ranks(store, world_size, init_timeout, "told")
             raise RuntimeError(problem)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -102,12 +105,12 @@ def _keep_gloo_on_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def wait_for_ranks(store: Store, world_size: int, seconds: float) -> list[int]:
-    """Wait up to ``seconds`` for all ranks to announce themselves; return those that have not."""
+def wait_for_ranks(store: Store, world_size: int, seconds: float, what: str = "joined") -> list[int]:
+    """Wait up to ``seconds`` for all ranks to announce that they have ``joined``; return those that have not."""
     deadline = time.monotonic() + seconds
     missing = list(range(world_size))
     while True:
-        missing = [rank for rank in missing if not store.check([f"joined/{rank}"])]
+        missing = [rank for rank in missing if not store.check([f"{what}/{rank}"])]
         if not missing or time.monotonic() > deadline:
             return missing
         time.sleep(_POLL_SECONDS)
