@@ -34,8 +34,8 @@ from rlhfkit.rollout.supervision.health import HealthPolicy
 
 sys.dont_write_bytecode = False
 gc.disable()  # until all tests are collected: imports leave little garbage and many objects to look at
-# How long an example takes says nothing on a machine with other work.
-hypothesis.settings.register_profile("rlhfkit", deadline=None)
+# How long an example takes, or is made, says nothing on a machine with other work.
+hypothesis.settings.register_profile("rlhfkit", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("rlhfkit")
 
 

@@ -3,18 +3,18 @@
 Covers checkpoints/files.py too.
 """
 
+import itertools
 import os
 import resource
-import signal
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from checkpoints.toy_runs import SaveEverywhere, fit
+from checkpoints.toy_runs import SaveEverywhere, fit, survives
 from rlhfkit.checkpoints import CheckpointError, VerifiedCheckpointIO
 from rlhfkit.checkpoints.files import install_verified_io, remove_abandoned
 
@@ -87,25 +87,25 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(tmp_path: Path) -
 
 
 def test_a_kill_while_saving_leaves_a_whole_file_and_the_next_start_cleans_up(tmp_path: Path) -> None:
-    plugin, path, left = VerifiedCheckpointIO(), tmp_path / "last.ckpt", 0
-    for seed in range(8):
-        plugin.save_checkpoint({"state_dict": {"weight": torch.zeros(300_000)}}, path)
-        pid = os.fork()
-        if not pid:
-            try:
-                for number in range(10_000):
-                    plugin.save_checkpoint({"state_dict": {"weight": torch.full((300_000,), float(number))}}, path)
-            finally:
-                os._exit(1)
-        time.sleep(0.02 + seed * 0.007)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    plugin, path, left = VerifiedCheckpointIO(), tmp_path / "last.ckpt", []
+
+    def save(number: float) -> None:
+        plugin.save_checkpoint({"state_dict": {"weight": torch.full((300_000,), number)}}, path)
+
+    moments: list[dict[str, Any]] = [{"file_bytes": size} for size in (0, 1, 500, 600_000, 1_200_000)]
+    for moment in itertools.chain(moments, ({"operations": number} for number in itertools.count())):
+        save(0.0)
+        ended = survives(lambda: save(1.0), **moment)
+        left.append(len(os.listdir(tmp_path)) - 1)
         weight = plugin.load_checkpoint(path)["state_dict"]["weight"]
         assert (weight == weight[0]).all()
-        left += len(os.listdir(tmp_path)) - 1
+        assert weight[0] == 1 or not ended
         remove_abandoned(tmp_path)
         assert os.listdir(tmp_path) == ["last.ckpt"]
-    assert left, "no kill has left anything: the test shows nothing"
+        if ended:
+            break
+    assert left[: len(moments)] == [1] * len(moments)
+    assert left[-1] == 0
 
 
 def test_plugins_of_the_user_stay() -> None:

@@ -11,28 +11,28 @@ import pytest
 from strategies import ranks
 from tiny_models import tiny_model
 
-LIMIT = 300.0
+LIMIT = 600.0
 """Seconds for two ranks to start and to train."""
 
 
 def job(saved: Path, step: int | None = None, **arguments: Any) -> str:
-    """What rank 0 of a job of two tasks prints; after optimizer step ``step``, both get the signal of its end."""
-    folder = saved.parent / "ranks"
-    processes = ranks.start("checkpoints.requeue_cases:train", 2, folder, saved=str(saved), **arguments)
-    printed, end = folder / "rank_0.log", time.monotonic() + LIMIT
+    """What rank 0 of a job of two tasks prints; before optimizer step ``step``, both get the signal of its end."""
+    folder, end = saved.parent / "ranks", time.monotonic() + LIMIT
+    processes = ranks.start("checkpoints.requeue_cases:train", 2, folder, saved=str(saved), last_step=step, **arguments)
     try:
-        if step is not None:
-            while f"step {step}\n" not in printed.read_text():
-                assert time.monotonic() < end, printed.read_text()
-                assert all(process.poll() is None for process in processes), printed.read_text()
+        for rank, process in enumerate(processes if step is not None else []):
+            while f"step {step}\n" not in (printed := (folder / f"rank_{rank}.log").read_text()):
+                assert time.monotonic() < end, printed
+                assert process.poll() is None, printed
                 time.sleep(0.02)
-            for process in processes:
-                os.kill(process.pid, signal.SIGUSR1)
+        for process in processes if step is not None else []:
+            os.kill(process.pid, signal.SIGUSR1)
+        (folder / "told").touch()
         while any(process.poll() is None for process in processes) and time.monotonic() < end:
             time.sleep(0.05)
     finally:
         ranks.stop(processes)
-    return printed.read_text()
+    return (folder / "rank_0.log").read_text()
 
 
 @pytest.mark.distributed

@@ -1,7 +1,12 @@
-"""Runs of a model with two weights, which take milliseconds, and a callback that saves at every moment of them."""
+"""Runs of a model with two weights, which take milliseconds, with saves at every moment; and saves that are killed."""
 
+import math
+import os
 import random
-from collections.abc import Iterator
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,41 @@ from rlhfkit.checkpoints import ExactResume
 from rlhfkit.data.loaders.experience import ExperienceLoader
 
 BATCHES, EPOCHS = 5, 3
+
+
+def survives(
+    save: Callable[[], None], *, operations: float = math.inf, file_bytes: int = resource.RLIM_INFINITY
+) -> bool:
+    """Whether a save ends in a process that is killed before a later operation on files, or at a byte of a file.
+
+    Args:
+        save: What the process does.
+        operations: On files, after which the kernel kills it before it begins another.
+        file_bytes: Size of a file beyond which the kernel kills it while it writes.
+    """
+    pid = os.fork()
+    if not pid:
+        left = operations
+
+        def count(event: str, arguments: Any) -> None:
+            nonlocal left
+            if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
+            sys.addaudithook(count)
+            save()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, -signal.SIGKILL, -signal.SIGXFSZ), "the save failed"
+    return code == 0
 
 
 class Line(L.LightningModule):

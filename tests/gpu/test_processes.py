@@ -133,8 +133,8 @@ class Call:
             raise self._error
 
     def result(self) -> list[Any]:
-        self._thread.join(60)
-        assert not self._thread.is_alive(), "the other process has not answered within 60 s"
+        self._thread.join(300)
+        assert not self._thread.is_alive(), "the other process has not answered within 300 s"
         self.poll()
         return [None]
 
@@ -159,7 +159,8 @@ class Weights:
 def transfer(backend: Any, device: str, target: str) -> None:
     """Two updates, in buckets that are smaller than the largest tensor."""
     weights, receivers = Weights(device), Receivers(target)
-    sender = ProcessGroupSender(backend, timeout=30, bucket_bytes=max(i.num_bytes for i in weights.infos()) // 2)
+    receivers.process.ask(("sums", None))  # it has imported what it needs
+    sender = ProcessGroupSender(backend, timeout=120, bucket_bytes=max(i.num_bytes for i in weights.infos()) // 2)
     try:
         sender.connect(receivers)
         for number in (1, 2):

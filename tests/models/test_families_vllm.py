@@ -24,7 +24,8 @@ LOOSER = {"BLOOM": 2e-3, "Apertus": 1e-2, "MiniCPM 3": 1e-3}
 def results(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     program = Path(__file__).parent / "vllm_families.py"
     command = [sys.executable, str(program), str(folder), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=30 * len(names) + 120)
+    limit = 60 * len(names) + 600
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=limit)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["family"]: line for line in lines}
@@ -44,6 +45,6 @@ def test_weights_of_a_few_families_arrive(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.families
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_weights_of_every_family_that_is_served_arrive(tmp_path: Path) -> None:
     check(results(tmp_path, SERVED), SERVED)

@@ -26,7 +26,7 @@ def held() -> Iterator[threading.Event]:
     gate, create = threading.Event(), directory.create_temporary
 
     def create_later(path: Path) -> Path:
-        assert not threading.current_thread().name.startswith("save ") or gate.wait(60)
+        assert not threading.current_thread().name.startswith("save ") or gate.wait(600)
         return create(path)
 
     directory.create_temporary = create_later  # type: ignore[assignment]
@@ -173,67 +173,68 @@ def full(folder: Path, model: str) -> dict[str, Any]:
     return answer
 
 
-class Fail(toys.pl.Callback):
-    """Saves, lets training go on and fails; the save is held until then."""
+class SaveAndFail(toys.pl.Callback):
+    """Saves, lets training go on and fails."""
 
-    def __init__(self, place: Path, gate: threading.Event) -> None:
-        self.place, self.gate = place, gate
+    def __init__(self, place: Path) -> None:
+        self.place = place
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if index == 3:
             trainer.save_checkpoint(self.place)
         if index == 4:
-            threading.Timer(0.3, self.gate.set).start()
             raise ArithmeticError("no more")
+
+
+class Waiting(logging.Handler):
+    """Rank 0 says that it waits for a save that is being written, which is held until then."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__()
+        self.gate = gate
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "still being written" in record.getMessage():
+            self.texts.append(record.getMessage())
+            self.gate.set()
+
+
+@contextmanager
+def held_until_waited_for() -> Iterator[list[str]]:
+    """What is said of saves in the background, of which the first is held until training waits for it."""
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    with held() as gate:
+        log.addHandler(waiting := Waiting(gate))
+        try:
+            yield waiting.texts
+        finally:
+            log.removeHandler(waiting)
 
 
 def failing(folder: Path, model: str) -> dict[str, Any]:
     """A run that fails while its checkpoint is being written."""
-    with held() as gate:
+    with held_until_waited_for() as texts:
         try:
-            run(RLHFDeepSpeedStrategy(3, async_save=True), model, 1, [Fail(folder / "failing.ckpt", gate)])
+            run(RLHFDeepSpeedStrategy(3, async_save=True), model, 1, [SaveAndFail(folder / "failing.ckpt")])
         except ArithmeticError as error:
-            return {"error": str(error), "step": verification.verify(folder / "failing.ckpt")["global_step"]}
+            saved = verification.verify(folder / "failing.ckpt")
+            return {"error": str(error), "step": saved["global_step"], "waited": texts}
     return {}
-
-
-class Messages(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-class HoldOne(toys.pl.Callback):
-    """Releases the first save while the second waits for it."""
-
-    def __init__(self, gate: threading.Event) -> None:
-        self.gate = gate
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        if index == 1:
-            threading.Timer(0.5, self.gate.set).start()
 
 
 def links(folder: Path, model: str) -> dict[str, Any]:
     """ModelCheckpoint that keeps two checkpoints of every step and a link to the last."""
-    place, messages, log = folder / "links", Messages(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    place = folder / "links"
     saver = ModelCheckpoint(place, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last="link")
-    log.addHandler(messages)
     options = {"enable_checkpointing": True, "accumulate_grad_batches": 1}
-    with held() as gate:
-        strategy = RLHFDeepSpeedStrategy(2, async_save=True)
-        run(strategy, model, 1, [saver, HoldOne(gate)], trainer=options)
-    log.removeHandler(messages)
+    with held_until_waited_for() as texts:
+        run(RLHFDeepSpeedStrategy(2, async_save=True), model, 1, [saver], trainer=options)
     resumed, _ = run("rlhf_zero2", model, 2, [], place / "last.ckpt", trainer={"accumulate_grad_batches": 1})
     return {
         "left": sorted(os.listdir(place)),
         "last": os.readlink(place / "last.ckpt"),
-        "waited": [text for text in messages.texts if "still being written" in text],
+        "waited": texts,
         "batches after the resume": len(resumed.losses),
     }
 

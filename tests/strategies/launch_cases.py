@@ -1,7 +1,8 @@
-"""A script that users start themselves. Prints one JSON line on rank 0."""
+"""A script that users start themselves. Rank 0 writes ``result.json`` where it was started."""
 
 import json
 import sys
+from pathlib import Path
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
 from strategies import toys
@@ -14,7 +15,7 @@ def main(model: str) -> None:
     rank = trainer.global_rank
     trainer.fit(module, toys.ShareLoader(toys.global_batches(3), rank, 2))
     if trainer.is_global_zero:
-        print(json.dumps({"losses": module.losses, "world_size": trainer.world_size}))
+        Path("result.json").write_text(json.dumps({"losses": module.losses, "world_size": trainer.world_size}))
 
 
 if __name__ == "__main__":

@@ -17,15 +17,23 @@ from pathlib import Path
 from typing import IO, Any
 
 FOLDER = Path(__file__).parent
+_NAMES: list[socket.socket] = []
+"""Of the ports that this process has."""
 
 
 def free_port() -> int:
-    """A TCP port that is free now, and that no process is given which asks for any port: those are from 32768 on."""
+    """A TCP port that is free, that no process gets by asking for any port (those are from 32768 on), nor another test.
+
+    Whoever binds its name, which Linux keeps outside of the file system, has a port until its process ends.
+    """
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_768)
+        port, name = random.SystemRandom().randrange(20_000, 32_768), socket.socket(socket.AF_UNIX)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            name.bind(f"\0port {port} of a test")
             probe.bind(("127.0.0.1", port))
+            _NAMES.append(name)
             return port
+        name.close()
 
 
 def rank_environment(rank: int, ranks: int, port: int, folder: Path) -> dict[str, str]:

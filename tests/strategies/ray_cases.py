@@ -28,7 +28,17 @@ def rank() -> int:
 
 def note_pid(folder: str) -> None:
     """Let the test find this process, and know that it runs."""
-    (Path(folder) / f"pid_{rank()}").write_text(str(os.getpid()))
+    started = Path(folder) / f"starting_{rank()}"
+    started.write_text(str(os.getpid()))
+    started.rename(Path(folder) / f"pid_{rank()}")
+
+
+def wait_for(file: Path) -> None:
+    """Until it is there, ten minutes at most."""
+    deadline = time.monotonic() + 600
+    while not file.exists():
+        assert time.monotonic() < deadline, file
+        time.sleep(0.02)
 
 
 def look_around(folder: str) -> dict[str, Any]:
@@ -50,16 +60,17 @@ def look_around(folder: str) -> dict[str, Any]:
 def fail_on_rank_one(folder: str) -> None:
     """Rank 1 fails; rank 0 waits as it would in a collective."""
     note_pid(folder)
+    wait_for(Path(folder) / "pid_0")
     if rank() == 1:
         raise PlainError("rank one is unhappy")
-    time.sleep(120)
+    time.sleep(600)
 
 
 def fail_after_a_neighbour_noticed(folder: str) -> None:
     """Rank 0 notices first, as gloo does when a connection breaks; rank 1 has the cause."""
     if rank() == 0:
         raise RuntimeError("Connection closed by peer")
-    time.sleep(0.5)
+    wait_for(Path(folder) / "the driver knows of rank 0")
     raise KeyError("the cause")
 
 
@@ -69,18 +80,18 @@ def fail_oddly(folder: str) -> None:
 
 
 def die_on_rank_one(folder: str) -> None:
-    """Rank 1 is killed; rank 0 notices."""
+    """Rank 0 notices that rank 1 is killed, before the driver does."""
     note_pid(folder)
     if rank() == 1:
+        wait_for(Path(folder) / "the driver knows of rank 0")
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.2)
     raise RuntimeError("Connection closed by peer")
 
 
 def wait_for_ever(folder: str) -> None:
     """Until the driver ends this process."""
     note_pid(folder)
-    time.sleep(300)
+    time.sleep(600)
 
 
 def drive(folder: Path, address: str) -> None:
@@ -134,13 +145,14 @@ def drive_two_machines(folder: Path) -> None:
 
 
 def launcher(kind: Any, **changes: Any) -> Any:
-    """Two ranks with half a core each."""
+    """Two ranks with half a core each, whose ends are waited for however busy the machine is."""
+    sys.modules["rlhfkit.strategies.ray.ranks"]._KILL_SECONDS = 300.0  # type: ignore[attr-defined]
     options = {
         "num_ranks": 2,
         "num_nodes": 1,
         "resources_per_rank": {"CPU": 0.5},
         "device": "cpu",
-        "timeout": 60.0,
+        "timeout": 600.0,
         "return_weights": True,
     }
     return kind(**(options | changes))

@@ -105,7 +105,8 @@ def test_a_full_disk_of_one_rank_is_one_error_on_all_and_harms_neither_training_
 @pytest.mark.distributed
 def test_a_run_that_fails_completes_the_checkpoint_that_is_being_written(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert report["failing"] == {"error": "no more", "step": 2}
+        assert (report["failing"]["error"], report["failing"]["step"]) == ("no more", 2)
+    assert "failing.ckpt, which is still being written" in reports[0]["failing"]["waited"][0]
 
 
 @pytest.mark.distributed

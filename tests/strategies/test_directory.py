@@ -4,17 +4,15 @@ Covers strategies/checkpoint/directory.py, strategies/checkpoint/verification.py
 strategies/checkpoint/slow_steps.py.
 """
 
+import itertools
 import json
-import multiprocessing
 import os
-import random
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints.toy_runs import survives
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.files import DamagedCheckpointError, remove_abandoned
@@ -156,29 +154,25 @@ def test_a_manifest_of_any_content_is_damage(tmp_path: Path, content: Any) -> No
     assert "how many steps are lost is not known" in verification.lost_steps(tmp_path / "b.ckpt", chosen)
 
 
-def _save_for_ever(path: Path) -> None:
-    for number in range(1, 10_000):
-        write(path, str(number % 10), float(number))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(tmp_path: Path, seed: int) -> None:
-    path = tmp_path / "last.ckpt"
-    write(path, "0", 0.0)
-    process = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(path,))
-    process.start()
-    time.sleep(random.Random(seed).uniform(0.01, 0.15))
-    os.kill(process.pid or 0, signal.SIGKILL)
-    process.join()
-    chosen, _ = verification.find_intact(path)
-    manifest = json.loads((chosen / "manifest.json").read_text())
-    assert torch.load(chosen / "rank_00000.pt") == str(int(manifest["saved_at"]) % 10)
-    remove_abandoned(tmp_path)
-    unfinished_replacement = {"last.ckpt.old"} if not path.exists() else set()
-    assert set(os.listdir(tmp_path)) <= {"last.ckpt"} | unfinished_replacement
-    write(path, "next", 1e9)  # and the next save works
-    assert torch.load(verification.find_intact(path)[0] / "rank_00000.pt") == "next"
-    assert os.listdir(tmp_path) == ["last.ckpt"]
+def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
+    path, found = tmp_path / "last.ckpt", set()
+    moments: list[dict[str, Any]] = [{"file_bytes": size} for size in (0, 1, 500, 100_000)]
+    for moment in itertools.chain(moments, ({"operations": number} for number in itertools.count())):
+        write(path, "before", 1.0)  # also beside what the last kill has left
+        assert torch.load(verification.find_intact(path)[0] / "rank_00000.pt") == "before"
+        assert os.listdir(tmp_path) == ["last.ckpt"]
+        ended = survives(lambda: write(path, "after", 2.0), **moment)
+        chosen, _ = verification.find_intact(path)
+        content, saved_at = torch.load(chosen / "rank_00000.pt"), directory.read_manifest(chosen)["saved_at"]
+        assert content == {1.0: "before", 2.0: "after"}[saved_at]
+        assert content == "after" or not ended
+        remove_abandoned(tmp_path)
+        unfinished_replacement = {"last.ckpt.old"} if not path.exists() else set()
+        assert set(os.listdir(tmp_path)) <= {"last.ckpt"} | unfinished_replacement
+        found.add((chosen.name, content))
+        if ended:
+            break
+    assert found == {("last.ckpt", "before"), ("last.ckpt.old", "before"), ("last.ckpt", "after")}
 
 
 # ---------------------------------------------------------------- several ranks

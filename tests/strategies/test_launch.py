@@ -37,13 +37,13 @@ def test_two_ranks_from_a_script(tmp_path: Path, model_folder: str) -> None:
         start_new_session=True,
     )
     try:
-        output = process.communicate(timeout=300)[0].decode()
+        output = process.communicate(timeout=600)[0].decode()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    (line,) = [line for line in output.splitlines() if line.startswith('{"losses"')] or [output[-3000:]]
-    result = json.loads(line)
+    assert process.returncode == 0, output[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
     assert result["world_size"] == 2
     # The first loss is that of the untrained model on the whole batch, whoever starts the ranks.
     assert result["losses"][0] == pytest.approx(4.0216, abs=1e-3)
@@ -57,7 +57,7 @@ def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         rendezvous.join_process_group(
             "gloo", rank=0, world_size=3, address="127.0.0.1", port=ranks.free_port(), init_timeout=1.0, timeout=None
         )
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 300
     assert not dist.is_initialized()
 
 

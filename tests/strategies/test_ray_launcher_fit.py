@@ -120,9 +120,14 @@ def test_the_driver_gets_what_a_run_in_its_own_process_gives(
 
 
 def test_an_error_in_training_runs_its_hooks_on_the_ranks(
-    ray_session: None, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ray_session: None,
+    model_folder: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Under Rich's bar, in whose place rank 0 draws one of plain text until then."""
+    monkeypatch.setattr("rlhfkit.strategies.ray.ranks._GRACE_SECONDS", 300.0)  # between the errors of two busy ranks
     saved = OnExceptionCheckpoint(tmp_path, filename="stopped")
     trainer = make_trainer(on_ray(2), 2, tmp_path, RichProgressBar(), saved)
     with pytest.raises(ArithmeticError, match="no more") as caught:

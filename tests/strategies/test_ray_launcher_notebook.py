@@ -64,7 +64,7 @@ def test_a_notebook_trains_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("RAY_ADDRESS", raising=False)  # the fit starts Ray
     cells = [SETUP, "fit(Line(), devices=1)", "fit(module, devices=2)"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=600, startup_timeout=600, kernel_name="python3").execute()
     texts = ["".join(out["text"] for out in cell.outputs if out["output_type"] == "stream") for cell in notebook.cells]
     results = [
         json.loads(line) for text in texts for line in text.replace("\r", "\n").splitlines() if line.startswith("{")
