@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from functools import cache, cached_property
@@ -30,7 +31,6 @@ from tiny_models import tiny_model
 from vllm_serve import vllm_serve
 
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.supervision.health import HealthPolicy
 
 sys.dont_write_bytecode = False
 gc.disable()  # until all tests are collected: imports leave little garbage and many objects to look at
@@ -115,6 +115,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds for which this thread wants to sleep, and does not."""
+    found: list[float] = []
+    sleep, own = time.sleep, threading.get_ident()
+    monkeypatch.setattr(time, "sleep", lambda wanted: (found.append if threading.get_ident() == own else sleep)(wanted))
+    return found
+
+
 @pytest.fixture(scope="session")
 def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the model that the shared engines serve (tied embeddings, 512 tokens of context)."""
@@ -147,10 +156,8 @@ def vllm_pool(vllm_model: Path, ray_session: None) -> Iterator[SharedPool]:
         # Blocks of 32 tokens, not 128, so that prompts of tests are long enough to be cached across weight updates.
         engine_arguments={"block_size": 32},
         start_timeout=600,
-        generate_timeout=120,
-        sync_timeout=60,
-        # Where tests crowd a small machine, an engine that answers late is not a dead one.
-        health=HealthPolicy(probe_timeout=60),
+        generate_timeout=300,
+        sync_timeout=180,
         # A tiny model fits into one bucket of the usual size; these make it several, which split fused layers.
         bucket_bytes=2**15,
     )

@@ -36,6 +36,7 @@ def raised(function: Any) -> tuple[str, float]:
 def everything(**_: Any) -> dict[str, Any]:
     """What needs no rank to die."""
     rank, world_size = start()
+    rlhfkit.rank_store._GRACE_SECONDS = 120.0  # for ranks that are late because the machine is busy
     store = rank_store()
     found: dict[str, Any] = {"same": rank_store() is store}
 
@@ -48,7 +49,7 @@ def everything(**_: Any) -> dict[str, Any]:
         return entries
 
     log = store.log("exchange")
-    found["entries"] = log.run(exchange, timeout=30, waiting_for="entries")
+    found["entries"] = log.run(exchange, timeout=240, waiting_for="entries")
     dist.barrier()
     for _ in range(2):
         store.log("exchange")
@@ -60,7 +61,7 @@ def everything(**_: Any) -> dict[str, Any]:
     dist.barrier()
     found["forged"] = raised(lambda: store.entries("forged", 0))[0]
     slow = store.log("slow")
-    found["slow"] = slow.run(lambda: time.sleep(2 * rank) or rank, timeout=30, waiting_for="a slow rank")
+    found["slow"] = slow.run(lambda: time.sleep(2 * rank) or rank, timeout=240, waiting_for="a slow rank")
 
     def failing(error: Exception | None, other: Exception | None = None) -> tuple[str, float]:
         def step() -> None:
@@ -68,10 +69,10 @@ def everything(**_: Any) -> dict[str, Any]:
                 raise error
             if other is not None:
                 raise other
-            for _ in range(20):
+            for _ in range(120):
                 log.read(1.0)
 
-        return raised(lambda: log.run(step, timeout=30, waiting_for="a step"))
+        return raised(lambda: log.run(step, timeout=240, waiting_for="a step"))
 
     for name, arguments in {
         "failed": (ValueError("a bug"),),
@@ -81,7 +82,7 @@ def everything(**_: Any) -> dict[str, Any]:
         log = store.log(name)
         found[name] = failing(*arguments)
     late = store.log("late")
-    hang = 60.0 if rank == 1 else 0.0
+    hang = 600.0 if rank == 1 else 0.0
     found["late"] = raised(
         lambda: late.run(lambda: late.call(lambda: time.sleep(hang)), timeout=1.5, waiting_for="scoring")
     )
@@ -92,9 +93,9 @@ def everything(**_: Any) -> dict[str, Any]:
 def one_dies(**_: Any) -> dict[str, Any]:
     """Rank 1 ends without a word while the others wait for it."""
     rank, _ = start()
-    rlhfkit.rank_store.DEAD_AFTER_SECONDS = 3.0
+    rlhfkit.rank_store.DEAD_AFTER_SECONDS = 6.0
     store = rank_store()
     log = store.log("die")
     if rank == 1:
         os._exit(0)
-    return {"death": raised(lambda: log.run(lambda: None, timeout=60, waiting_for="samples"))}
+    return {"death": raised(lambda: log.run(lambda: None, timeout=240, waiting_for="samples"))}

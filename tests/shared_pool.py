@@ -1,13 +1,20 @@
 """The pool of vLLM engines that all tests share, and how tests see that engines sample."""
 
+from typing import Any
+
 from waiting import until
 
 from rlhfkit.rollout.supervision.engines import Engine
+from rlhfkit.rollout.supervision.health import HealthPolicy
 from rlhfkit.rollout.vllm.pool import VLLMPool
 
 
 class SharedPool(VLLMPool):
     """A pool that outlives the trainer of one test: closing it only forgets the weights."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        # Where tests crowd a small machine, an engine that answers late is not a dead one.
+        super().__init__(*arguments, **({"health": HealthPolicy(probe_timeout=60)} | options))
 
     def close(self) -> None:
         """Make whoever comes next publish weights first."""

@@ -33,7 +33,7 @@ from rlhfkit.cli.main import lightning_cli
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "cluster.md"
-LIMIT = 240.0
+LIMIT = 900.0
 """Seconds for ranks to start and to train, on a busy machine."""
 CHAT = "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
 TASKS = """#!/bin/bash

@@ -262,7 +262,7 @@ def test_the_site_builds_without_a_warning_and_has_a_page_for_each_name(tmp_path
     """Strict: a link or an anchor that leads nowhere, or a page that no menu has, ends the build."""
     pytest.importorskip("mkdocstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     named = {page.stem for page in (tmp_path / "reference").rglob("*.html")}
     assert set(rlhfkit.__all__) - named == {"__version__"} & set(rlhfkit.__all__)

@@ -1,6 +1,5 @@
 """Models of the hub without a network; data sets are in ``datamodules/tokenization/test_sources.py``."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,10 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("load", [load_config, load_tokenizer, load_causal_lm])
-def test_a_model_that_is_nowhere_is_an_error_within_seconds(load: Callable[[str], Any]) -> None:
-    start = time.monotonic()
+def test_a_model_that_is_nowhere_is_an_error_within_seconds(load: Callable[[str], Any], naps: list[float]) -> None:
     with pytest.raises(ConnectionError, match=f"(?s)nobody/nothing is no folder.*{NOBODY} cannot be re.*give a folder"):
         load("nobody/nothing")
-    assert time.monotonic() - start < 15  # a second, and one for each other program of a busy machine
+    assert sum(naps) < 5
 
 
 def test_a_hub_that_must_not_be_asked_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

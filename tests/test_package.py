@@ -28,7 +28,7 @@ print(getattr(build_meta, f"build_{sys.argv[1]}")(sys.argv[2]))
 def build(kind: str, source: Path, output: Path) -> Path:
     """Build the ``sdist`` or ``wheel`` of a folder; the file."""
     command = [sys.executable, "-c", BUILD, kind, str(output)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return output / done.stdout.splitlines()[-1]
 
@@ -109,16 +109,16 @@ def test_commands_work_in_an_empty_environment(version: str, wheel: Path, tmp_pa
     interpreter = python_of(version)
     if interpreter is None:
         pytest.skip(f"there is no python{version} on this machine")
-    subprocess.run([interpreter, "-m", "venv", "--without-pip", str(tmp_path / "empty")], check=True, timeout=120)
+    subprocess.run([interpreter, "-m", "venv", "--without-pip", str(tmp_path / "empty")], check=True, timeout=300)
     python = tmp_path / "empty" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python), "install"]
-    subprocess.run([*pip, "--no-index", "--no-deps", str(wheel)], check=True, timeout=120)
+    subprocess.run([*pip, "--no-index", "--no-deps", str(wheel)], check=True, timeout=300)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def rlhfkit(*words: str) -> subprocess.CompletedProcess[str]:
         command = [str(tmp_path / "empty" / "bin" / "rlhfkit"), *words]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
 
     assert rlhfkit("--version").stdout.strip() == __version__

@@ -56,7 +56,7 @@ class TestThreeRanks:
             "ValueError: a bug",
             "RuntimeError: rank 1 failed: ValueError: a bug",
         ]
-        assert max(rank["failed"][1] for rank in three) < 5
+        assert max(rank["failed"][1] for rank in three) < 60  # the others would go on for 120
 
     def test_a_recoverable_error_keeps_its_type_unless_another_rank_failed(self, three: list[dict[str, Any]]) -> None:
         assert [rank["recoverable"][0] for rank in three] == [
@@ -70,7 +70,7 @@ class TestThreeRanks:
         own = "TimeoutError: scoring took longer than 1.5 s on rank 1"
         told = f"RuntimeError: rank 1 failed: {own}"
         assert [rank["late"][0] for rank in three] == [told, own, told]
-        assert max(rank["late"][1] for rank in three) < 5
+        assert max(rank["late"][1] for rank in three) < 60  # it hangs for 600
 
 
 @pytest.mark.distributed
@@ -80,4 +80,4 @@ def test_a_dead_rank_is_named_within_seconds(tmp_path: Path) -> None:
         text, seconds = found[rank]["death"]
         assert "rank 1 has given no sign of life for" in text
         assert "waited for it (samples)" in text
-        assert seconds < 15
+        assert seconds < 60  # they would wait for 240

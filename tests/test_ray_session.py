@@ -4,17 +4,17 @@ import socket
 from pathlib import Path
 
 import pytest
-from strategies.ranks import free_port
 
 from rlhfkit.ray_session import _NEVER_ASSIGNED, RayCluster, _join, port_candidates, unassigned_port
 
 
 def test_a_machine_that_does_not_reach_the_cluster_learns_at_once_what_to_run() -> None:
-    address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(
-        RuntimeError, match=rf"rank 3 on .* cannot join .* at {address}.* `ray start --address={address}`"
-    ):
-        _join(RayCluster(address, None), "rank 3")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        message = rf"rank 3 on .* cannot join .* at {address}.* `ray start --address={address}`"
+        with pytest.raises(RuntimeError, match=message):
+            _join(RayCluster(address, None), "rank 3")
 
 
 def test_a_port_that_is_listened_on_later_is_one_that_nobody_is_assigned(monkeypatch: pytest.MonkeyPatch) -> None:

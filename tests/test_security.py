@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import rlhfkit
+from rlhfkit.ray_session import unassigned_port
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import open_store
 
 PACKAGE = Path(rlhfkit.__file__).parent
@@ -87,7 +88,7 @@ def test_certificates_are_verified_and_nothing_listens_everywhere_by_default() -
 
 
 def test_the_store_of_engines_listens_on_its_address_only() -> None:
-    store = open_store("127.0.0.1", 10.0)
+    store = open_store("127.0.0.1", 60.0)
     with pytest.raises(OSError, match="in use"):  # it is there ...
         socket.create_server(("127.0.0.1", store.port), reuse_port=False)
     with socket.create_server(("127.0.0.2", store.port)):  # ... and nowhere else
@@ -120,10 +121,9 @@ dist.destroy_process_group()
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads the sockets of a process from Linux's /proc")
 def test_ranks_on_one_machine_listen_on_loopback_only() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", RANK, str(PACKAGE / "strategies" / "deepspeed" / "rendezvous.py"), str(port)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    file = PACKAGE / "strategies" / "deepspeed" / "rendezvous.py"
+    command = [sys.executable, "-c", RANK, str(file), str(unassigned_port("127.0.0.1"))]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     listening = ran.stdout.split("\n")[:-1]
     assert len(listening) >= 2  # the store and gloo
@@ -139,5 +139,5 @@ def test_ray_started_here_answers_nobody_without_its_token(ray_session: None) ->
     for header in ((), (("authorization", "Bearer a-guess"),)):
         for method in ("NodeInfoGcsService/GetAllNodeInfo", "JobInfoGcsService/GetAllJobInfo"):
             with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
-                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=20, metadata=header)
+                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=60, metadata=header)
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED

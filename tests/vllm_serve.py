@@ -2,11 +2,12 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from rlhfkit.ray_session import unassigned_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -17,7 +18,7 @@ def vllm_serve(model: Path, log: Path, *arguments: str) -> Iterator[str]:
 
     It is started by its module, as the command asks for metadata of a package that vLLM's CPU build does not have.
     """
-    port = free_port()
+    port = unassigned_port("127.0.0.1")
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -46,8 +47,3 @@ def vllm_serve(model: Path, log: Path, *arguments: str) -> Iterator[str]:
             process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             process.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,14 +84,13 @@ NOBODY = "http://127.0.0.1:9"
 
 @pytest.mark.parametrize(("offline", "reason"), [(True, "HF_HUB_OFFLINE forbids"), (False, f"{NOBODY} cannot be re")])
 def test_a_hub_that_does_not_answer_is_an_error_within_seconds(
-    offline: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+    offline: bool, reason: str, monkeypatch: pytest.MonkeyPatch, naps: list[float]
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", NOBODY)
-    start = time.monotonic()
     with pytest.raises(ConnectionError, match=rf"nobody/nothing is no file or folder.*{reason}.*give a local file"):
         read_rows("nobody/nothing")
-    assert time.monotonic() - start < 15  # a second, and one for each other program of a busy machine
+    assert sum(naps) < 5
     assert datasets.config.HF_HUB_OFFLINE is offline
 
 

@@ -29,7 +29,7 @@ def sample(program: str | None, tests: object, **columns: object) -> Sample:
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[CodeExecution]:
-    made = CodeExecution(timeout=5.0, workers=2)
+    made = CodeExecution(timeout=60.0, workers=2)
     yield made
     made.close()
 
@@ -52,7 +52,7 @@ def test_the_fraction_of_tests_that_pass(reward: CodeExecution) -> None:
     assert [one.reward for one in batch] == [2 / 3, 2 / 3, 0.0, 0.0, 0.0, 0.0, 1.0, 2 / 3]
     metrics = reward.metrics()
     assert metrics["code_execution/failed_fraction"] == 0.0
-    assert 0.0 < metrics["code_execution/seconds_p50"] < 30
+    assert 0.0 < metrics["code_execution/seconds_p50"] < 60
 
 
 def test_all_or_nothing_of_the_first_tests_with_setup() -> None:
@@ -122,7 +122,7 @@ def test_a_right_answer_and_a_bad_end_is_no_pass(reward: CodeExecution) -> None:
 
 @pytest.mark.long
 def test_programs_that_hang_fail_alone() -> None:
-    quick = CodeExecution(timeout=3.0, workers=2)
+    quick = CodeExecution(timeout=5.0, workers=2)
     programs = [
         "while True: pass",
         f"{ADD}\ndef add(a, b):\n    while a < 0: pass\n    return 3",  # two of three tests pass before it hangs
@@ -133,8 +133,8 @@ def test_programs_that_hang_fail_alone() -> None:
     assert quick([sample(program, tests) for program in programs]) == [0.0, 2 / 3, 2 / 3]
     assert quick.metrics()["code_execution/timeout_fraction"] == 2 / 3
     assert quick([sample("a = input()\nif a[0] == '3': input() or exit(1)\n" + SUM, SUMS)]) == [0.0]
-    assert quick([sample("import time\na = input()\nif a == '3 4': time.sleep(60)\nprint(3)", SUMS)]) == [1 / 3]
-    assert time.monotonic() - started < 60
+    assert quick([sample("import time\na = input()\nif a == '3 4': time.sleep(600)\nprint(3)", SUMS)]) == [1 / 3]
+    assert time.monotonic() - started < 120  # of programs that never end
 
 
 LEAVES_A_DAEMON = """
@@ -172,10 +172,10 @@ def test_what_one_run_leaves_behind_ends_before_the_next_in_the_first_call_too()
 
 @pytest.mark.long
 def test_a_program_that_ends_its_sandbox_follows_the_policy(caplog: pytest.LogCaptureFixture) -> None:
-    eats = "import os, time\nfor _ in range(4): os.fork()\neaten = b'x' * (100 << 20)\ntime.sleep(9)"
+    eats = "import os, time\nfor _ in range(4): os.fork()\neaten = b'x' * (100 << 20)\ntime.sleep(600)"
     with pytest.raises(RewardError, match=r"prompt 4, sample 0 could not be run to its end: died: .* GiB of memory"):
-        CodeExecution(workers=1, memory_gib=0.5, on_failure="stop")([sample(eats, SUMS)])
-    assert CodeExecution(workers=1, memory_gib=0.5)([sample(eats, SUMS)]) == [0.0]
+        CodeExecution(timeout=60.0, workers=1, memory_gib=0.5, on_failure="stop")([sample(eats, SUMS)])
+    assert CodeExecution(timeout=60.0, workers=1, memory_gib=0.5)([sample(eats, SUMS)]) == [0.0]
     assert "the program of prompt 4, sample 0 could not be run" in caplog.text
 
 

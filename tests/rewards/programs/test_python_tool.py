@@ -11,7 +11,7 @@ from rlhfkit.rewards import PythonTool
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[PythonTool]:
-    made = PythonTool(timeout=5.0, workers=2, allow_partial_isolation=True)
+    made = PythonTool(timeout=60.0, workers=2, allow_partial_isolation=True)
     yield made
     made.close()
 

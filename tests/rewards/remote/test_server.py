@@ -7,10 +7,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +20,7 @@ import httpx
 import lightning as L
 import pytest
 from tiny_models import tiny_model, tiny_tokenizer
+from waiting import until
 
 from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
 from rlhfkit.cli.serve_reward import load_reward
@@ -139,14 +140,12 @@ def test_a_policy_is_trained_on_a_served_model(folder: Path, served: str, tmp_pa
 
 
 class Recorder:
-    """A reward that keeps the sizes of its batches; the text says what it does."""
+    """A third of the lengths of the texts, which say what else it does."""
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []
         self.go = threading.Event()
 
     def __call__(self, given: Sequence[Sample]) -> list[float]:
-        self.sizes.append(len(given))
         for sample in given:
             if sample.text == "wait":
                 assert self.go.wait(120)
@@ -158,14 +157,9 @@ class Recorder:
 
 
 @pytest.fixture(scope="module")
-def recorder() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture(scope="module")
-def function(recorder: Recorder) -> Iterator[str]:
+def function() -> Iterator[str]:
     """Address of a function, served in a thread without a token."""
-    with Server(reward_app(recorder, timeout=2.0), max_body_bytes=2000) as server:
+    with Server(reward_app(Recorder()), max_body_bytes=2000) as server:
         yield server.url
 
 
@@ -223,9 +217,9 @@ def test_numbers_that_are_not_finite_are_refused_wherever_they_are(function: str
         assert "numbers in JSON are finite" in answer.json()["detail"]
 
 
-def test_limits_of_size_and_time_hold_and_crashes_are_told(post: Any, function: str, recorder: Recorder) -> None:
-    def asked(text: str) -> httpx.Response:
-        return post("/score", {"samples": [{"prompt": {}, "text": text}]})
+def test_limits_of_size_and_time_hold_and_crashes_are_told(function: str) -> None:
+    def asked(text: str, url: str = function) -> httpx.Response:
+        return httpx.post(f"{url}/score", json={"samples": [{"prompt": {}, "text": text}]}, timeout=120)
 
     assert asked("x" * 3000).status_code == 413
     crashed = asked("crash")
@@ -233,20 +227,18 @@ def test_limits_of_size_and_time_hold_and_crashes_are_told(post: Any, function: 
     assert asked("leave").status_code == 500  # and the server goes on
     plain = httpx.post(f"{function}/score", content=b'{"samples": []}', headers={"Content-Type": "text/plain"})
     assert plain.status_code == 422  # what a web page may post anywhere without asking
-    with ThreadPoolExecutor() as threads:
-        waiting = threads.submit(asked, "wait")
-        wait_for_health(function, 503)  # scoring for longer than 2 s
+    slow = Recorder()
+    with Server(reward_app(slow, timeout=2.0)) as server, ThreadPoolExecutor() as threads:
+
+        def health() -> int:
+            return httpx.get(f"{server.url}/health", timeout=120).status_code
+
+        waiting = threads.submit(asked, "wait", server.url)
+        until(lambda: health() == 503)  # scoring for longer than 2 s
         assert waiting.result().status_code == 504
-        recorder.go.set()
-    wait_for_health(function, 200)
-    assert asked("abc").json() == {"rewards": [1.0]}
-
-
-def wait_for_health(url: str, status: int) -> None:
-    deadline = time.monotonic() + 120
-    while httpx.get(f"{url}/health", timeout=120).status_code != status:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        slow.go.set()
+        until(lambda: health() == 200)
+        assert asked("abc", server.url).json() == {"rewards": [1.0]}
 
 
 def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
@@ -259,20 +251,22 @@ def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
         assert go.wait(120)
         return [1.0] * len(given)
 
+    body = b'{"samples": [{"prompt": {}}]}'
+    head = ["POST /score HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", f"Content-Length: {len(body)}"]
     with Server(reward_app(held)) as server, ThreadPoolExecutor() as threads:
 
-        def asked(timeout: float) -> httpx.Response:
-            return httpx.post(f"{server.url}/score", json={"samples": [{"prompt": {}}]}, timeout=timeout)
+        def asked() -> httpx.Response:
+            header = {"Content-Type": "application/json"}
+            return httpx.post(f"{server.url}/score", content=body, headers=header, timeout=120)
 
-        first = threads.submit(asked, 120)
+        first = threads.submit(asked)
         assert begun.wait(120)
-        with pytest.raises(httpx.TimeoutException):
-            asked(0.2)
-        deadline = time.monotonic() + 120
-        while server.middleware.active > 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as impatient:
+            impatient.sendall("\r\n".join([*head, "", ""]).encode() + body)
+            until(lambda: server.middleware.active == 2)
+        until(lambda: server.middleware.active == 1)
         go.set()
-        assert [first.result().json(), asked(120).json()] == [{"rewards": [1.0]}] * 2
+        assert [first.result().json(), asked().json()] == [{"rewards": [1.0]}] * 2
     assert sizes == [1, 1]
 
 
@@ -296,7 +290,7 @@ def test_names_stand_for_models_functions_classes_and_objects(folder: Path) -> N
 def test_a_sample_beyond_the_models_context_is_refused_at_once(served: str) -> None:
     """100,000 tokens kept a server busy for a minute."""
     body = {"samples": [{"prompt": {}, "token_ids": [5] * 100_000, "text": tiny_tokenizer().decode([5]) * 100_000}]}
-    answer = httpx.post(f"{served}/score", json=body, headers={"Authorization": f"Bearer {SECRET}"}, timeout=60)
+    answer = httpx.post(f"{served}/score", json=body, headers={"Authorization": f"Bearer {SECRET}"}, timeout=120)
     assert answer.status_code == 422
     assert "has 100000 tokens, and" in answer.json()["detail"]
     assert "reads at most 512" in answer.json()["detail"]

@@ -135,14 +135,14 @@ print(json.dumps({name: attempt(attack) for name, attack in list(globals().items
 DAEMON = r"""
 import json, os, sys, time
 target = json.loads(input())
+running, closed_by_exec = os.pipe()
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        for _ in range(2):
-            process = os.getppid()
-        os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(60)", target["marker"]])
+        os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(600)", target["marker"]])
     os._exit(0)
-time.sleep(0.2)
+os.close(closed_by_exec)
+os.read(running, 1)
 process = os.getppid()
 for _ in range(2):  # the worker, the supervisor
     try:
@@ -183,8 +183,8 @@ def main() -> None:
             "trainer": os.getpid(), "data": f"{folder}/data.jsonl", "port": server.getsockname()[1], "address": address,
             "marker": marker, "secret": backwards,
         }  # fmt: skip
-        job = {"do": "run", "input": json.dumps(target), "seconds": 20.0}
-        options = {"workers": 1, "timeout": 40.0, "limits": limits, "fresh_process": True}
+        job = {"do": "run", "input": json.dumps(target), "seconds": 120.0}
+        options = {"workers": 1, "timeout": 240.0, "limits": limits, "fresh_process": True}
         one = SandboxPool(work, allow_partial_isolation=True, **options)
         outcome = one.run({**job, "program": [ATTACKS]})
         one.run({**job, "program": [DAEMON]})

@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -55,12 +54,13 @@ def fork_bomb() -> None:
 
 
 def hide_from_killers() -> None:
-    """A grandchild in a session of its own, whose parent has ended."""
+    """A grandchild in a session of its own, whose parent has ended; a file says that it is there."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() != 0:
             os._exit(0)
         os.closerange(3, 64)
+        Path("hidden").touch()
     hang()
 
 
@@ -107,11 +107,6 @@ def nest_folders() -> None:
         os.chdir("d")
 
 
-def die_soon() -> None:
-    """After the answer."""
-    threading.Timer(0.02, lambda: os._exit(7)).start()
-
-
 ACTS = {
     "hang": hang,
     "burn": burn,
@@ -124,7 +119,6 @@ ACTS = {
     "answer for ever": answer_for_ever,
     "print for ever": print_for_ever,
     "nest folders": nest_folders,
-    "die soon": die_soon,
     "die": lambda: os._exit(7),
     "leave": lambda: sys.exit(0),
     "raise": lambda: (_ for _ in ()).throw(CannotBePickled("no answer in this text", time)),

@@ -26,7 +26,7 @@ def sample(act: str, value: int) -> Sample:
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[SandboxedReward]:
-    made = SandboxedReward("rewards.sandbox.hostile_rewards.reward", timeout=10.0, workers=2)
+    made = SandboxedReward("rewards.sandbox.hostile_rewards.reward", timeout=60.0, workers=2)
     yield made
     made.close()
 
@@ -85,7 +85,7 @@ def test_answers_arrive_in_pieces_and_are_bounded() -> None:
 
 def test_an_endless_answer_and_an_endless_flood_of_prints_cost_the_trainer_no_memory() -> None:
     work = WorkerSpec(name="the test", program=CASES, factory="look", arguments=("/",), packages=False)
-    one = SandboxPool(work, workers=1, timeout=3.0, limits=ResourceLimits(memory_gib=0.5))
+    one = SandboxPool(work, workers=1, timeout=60.0, limits=ResourceLimits(memory_gib=0.5))
     assert one.run(0).status == "ok"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert one.run("answer for ever").status == "error"

@@ -33,7 +33,7 @@ def samples(*texts: str, answer: object = None) -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[SandboxedReward]:
-    made = SandboxedReward(NAME, timeout=1.0, workers=2)
+    made = SandboxedReward(NAME, timeout=4.0, workers=2)
     yield made
     made.close()
 
@@ -87,13 +87,13 @@ def test_every_failure_masks_its_sample_and_is_reported(
         "6 of 8 samples are not trained on: reward 'reward' failed for samples of prompts 11, 12, "
     )
     assert "prompts 11, 12, 13, 14, 15, 16\n" in message
-    assert "prompt 11, sample 0: timeout: did not answer within 1 s and was killed" in message
+    assert "prompt 11, sample 0: timeout: did not answer within 4 s and was killed" in message
     assert "prompt 12, sample 0: error: returned [nan] for 1 samples" in message
     assert "prompt 13, sample 0: died: the process ended with exit code 7" in message
     metrics = reward_metrics(WeightedSum(odd=reward))
     assert metrics["reward/timeout_fraction"] == 1 / 8
     assert metrics["reward/failed_fraction"] == 6 / 8
-    assert 0.9 < metrics["reward/seconds_p99"] < 10
+    assert 3.6 < metrics["reward/seconds_p99"] < 200  # it hangs for 300
     assert metrics["reward/seconds_p50"] < metrics["reward/seconds_p99"]
     assert reward_metrics(reward) == {}
 
