@@ -57,6 +57,7 @@ WORKER = WorkerSpec(name="none", program=Path("none.py"), factory="none")
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "SequenceParallelDDPStrategy": {"sequence_parallel_size": 2},
+    "RewardModel": {"models": "reward-model"},
     "Alarm": {"metric": "loss", "advice": "lower it"},
     "Oversampling": {"share": 0.5},
     "AgentEpisodes": {"agent": lambda connection, prompt: 0.0},
@@ -136,6 +137,7 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     ("SamplingSpec", "presence_penalty"): ((-1.0,), "a bonus for what was said before"),
     ("SamplingSpec", "frequency_penalty"): ((-1.0,), "a bonus for what was said before"),
     (ANY, "on_failure"): ((-1.0,), "a reward may be negative"),
+    ("RewardModel", "weights"): ((-1.0,), "the score of what is not wanted"),
     ("SimPOModule", "alpha"): ((-1.0,), "AlphaPO's exponent has either sign"),
 }
 """(class, argument): values that are taken, and why."""

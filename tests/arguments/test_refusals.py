@@ -341,8 +341,8 @@ REFUSED: dict[type, list[tuple[dict[str, Any], str]]] = {
     PretrainingLoss: [({"coef": -0.1}, r"PretrainingLoss\.coef")],
     RewardModel: [
         ({"models": {"a b": "first"}}, "takes names of letters"),
-        ({"models": {"one": "first", "two": "second"}, "weights": {"third": 1.0}}, "weights are those of"),
-        ({"models": "first", "weights": {"": 1.0}}, "weights are those of"),
+        ({"models": {"one": "first", "two": "second"}, "weights": {"third": 1.0}}, "weights by name are those of"),
+        ({"models": "first", "weights": {"": 1.0}}, "for one model give a number"),
     ],
     # roles
     ModelPool: [({"model": "model", "reads": "words"}, "reads must be one of tokens, text, chat or")],

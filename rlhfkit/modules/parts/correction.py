@@ -88,8 +88,8 @@ class EngineMismatch(Part):
     """Logs how far the log-probs of engine and trainer are apart, for the same tokens and policy.
 
     The metrics have verl's names, as those of :func:`~rlhfkit.losses.mismatch_metrics`, and are NaN if the engine knows
-    no log-probs (see ``RolloutEngine.configure_logprobs``). Replayed samples, which are of other policies on purpose, are
-    left out. Modules that learn from their own samples make one.
+    no log-probs (see ``RolloutEngine.configure_logprobs``). Replayed samples, which are of other policies on purpose,
+    are left out. Modules that learn from their own samples make one.
     """
 
     @torch.no_grad()

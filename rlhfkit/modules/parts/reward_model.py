@@ -33,8 +33,8 @@ class RewardModel(Part):
     Args:
         models: Folder or hub name of a reward model with the policy's tokens, whose normalized score is added. A
             :class:`~rlhfkit.roles.ModelPool`: on machines of its own. A mapping: several, by name.
-        weights: Factors of the scores of several reward models, by name; 1 for those that are left out. Scores before
-            weighting are logged as ``model/<name>``.
+        weights: Factor of the score, or factors by the names of several models; 1 for those that are left out. Scores
+            of several before weighting are logged as ``model/<name>``.
 
     Raises:
         ValueError: If an argument is out of range; when models are loaded, if a model's tokens are not the policy's.
@@ -45,7 +45,7 @@ class RewardModel(Part):
     def __init__(
         self,
         models: str | ModelPool | Mapping[str, str | ModelPool | Mapping[str, Any]],
-        weights: Mapping[str, float] | None = None,
+        weights: float | Mapping[str, float] = 1.0,
     ) -> None:
         several = isinstance(models, Mapping) and "class_path" not in models  # else a pool's plain form
         given: Any = models if several else {"": models}
@@ -55,14 +55,15 @@ class RewardModel(Part):
         self.by_name: dict[str, str | ModelPool] = {name: ModelPool.of(one) for name, one in given.items()}
         """The reward models; a single one is called ``""``."""
         self.models: Any = dict(self.by_name) if several else self.by_name[""]
-        self.weights = None if weights is None else dict(weights)
-        self.factors = dict.fromkeys(self.by_name, 1.0) | dict(weights or {})
+        chosen = dict(weights) if isinstance(weights, Mapping) else dict.fromkeys(self.by_name, weights)
+        self.weights = dict(weights) if isinstance(weights, Mapping) else weights
+        self.factors = dict.fromkeys(self.by_name, 1.0) | chosen
         for name, weight in self.factors.items():
-            check_number(f"RewardModel.weights[{name!r}]", weight)
-        if set(self.factors) - set(self.by_name) or (weights and not several):
+            check_number(f"RewardModel.weights[{name!r}]" if name else "RewardModel.weights", weight)
+        if isinstance(weights, Mapping) and (not several or {*chosen} - {*self.by_name}):
             raise ValueError(
-                f"weights are those of RewardModel({{name: ...}}), got {dict(weights or {})} for "
-                f"{', '.join(self.by_name) or 'none'}"
+                f"weights by name are those of RewardModel({{name: ...}}), got {chosen} for "
+                f"{', '.join(self.by_name) or 'none'}: for one model give a number"
             )
 
     @staticmethod

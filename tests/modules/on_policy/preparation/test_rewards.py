@@ -22,6 +22,7 @@ from rlhfkit.models import ModelLoading
 from rlhfkit.models.forward import forward_of, packs_batches
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules.parts import RewardModel
+from rlhfkit.parts import make_part
 from rlhfkit.rewards import ModelReward, WeightedSum
 
 
@@ -32,6 +33,13 @@ def reward_model(folder: Path) -> str:
     model.save_pretrained(folder / "reward")
     tiny_tokenizer().save_pretrained(folder / "reward")
     return str(folder / "reward")
+
+
+def test_the_score_of_one_model_has_a_weight_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = make_part(RewardModel("somewhere", -0.5).plain())
+    scores = torch.tensor([1.0, 2.0])
+    monkeypatch.setattr(part, "_scores_by_name", lambda rows: {"": scores})
+    assert part.parts_of(scores)["model"].tolist() == [-0.5, -1.0]
 
 
 def test_a_reward_model_among_the_children_teaches_what_one_in_the_callback_does(tmp_path: Path) -> None:
