@@ -49,7 +49,15 @@ def sum_losses(*outputs: LossOutput) -> LossOutput:
 
 
 def check_same_shape(**tensors: Tensor | None) -> None:
-    """Raise ValueError unless all given tensors have one shape; the message names them by their keywords."""
+    """Raise unless all that are given are tensors of one shape; the message names them by their keywords.
+
+    Raises:
+        TypeError: If one is no tensor.
+        ValueError: If the shapes differ.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}: torch.tensor(...) makes one")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -238,7 +246,7 @@ def aggregate(
     if mode == "constant-length":
         assert max_length is not None
         return masked_sum(token_loss, mask) / (
-            (token_loss.shape[0] if denominator is None else denominator) * max_length
+            (max(token_loss.shape[0], 1) if denominator is None else denominator) * max_length
         )
     reduce = masked_mean if mode == "sequence-mean-token-mean" else masked_sum
     total = reduce(token_loss, mask, -1).sum()

@@ -244,6 +244,7 @@ def loss_of_tokens(*, aggregation: Aggregation) -> Callable[[Callable[..., Token
             max_length: int | None = None,
             **own: Any,
         ) -> LossOutput:
+            refuse_unknown(own)
             tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
             token_loss, metrics = of_tokens(tokens, **own)
             return policy_loss_output(
@@ -258,7 +259,9 @@ def loss_of_tokens(*, aggregation: Aggregation) -> Callable[[Callable[..., Token
 
         own = list(inspect.signature(of_tokens).parameters.values())[1:]
         *shared, _ = inspect.signature(loss).parameters.values()
-        return _named_like(of_tokens, loss, [*shared[:4], *own, *shared[4:]])
+        parameters = [*shared[:4], *own, *shared[4:]]
+        refuse_unknown = _refusal(of_tokens, parameters)
+        return _named_like(of_tokens, loss, parameters)
 
     return whole
 
@@ -288,12 +291,27 @@ def preset_of(
     ]
 
     def named(stub: Callable[[], None]) -> Callable[..., LossOutput]:
+        refuse_unknown = _refusal(stub, taken)
+
         def variant(*tensors: Any, **given: Any) -> LossOutput:
+            refuse_unknown(given)
             return loss(*tensors, **fixed, **{**defaults, **given})
 
         return _named_like(stub, variant, taken)
 
     return named
+
+
+def _refusal(model: Callable[..., Any], parameters: list[inspect.Parameter]) -> Callable[[Mapping[str, Any]], None]:
+    """A check of a loss's keyword arguments, whose error names this loss and not the one that it is a variant of."""
+    names = [parameter.name for parameter in parameters]
+
+    def refuse_unknown(given: Mapping[str, Any]) -> None:
+        unknown = [name for name in given if name not in names]
+        if unknown:
+            raise TypeError(f"{model.__name__} has no {', '.join(unknown)}; it has {', '.join(names)}")
+
+    return refuse_unknown
 
 
 def _named_like(

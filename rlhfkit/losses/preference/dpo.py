@@ -416,7 +416,15 @@ def _check_reference(ref_chosen: Tensor | None, ref_rejected: Tensor | None, ref
         )
 
 
+def refuse_list(loss_type: object) -> None:
+    """Raise TypeError for several losses without weights, which TRL takes."""
+    if isinstance(loss_type, list | tuple):
+        weights = "{'sigmoid': 1.0, 'sft': 0.2}"
+        raise TypeError(f"several losses are a mapping to their weights, {weights}, got {loss_type}")
+
+
 def _mixture(loss_type: LossTypes) -> dict[str | PairLoss, float]:
+    refuse_list(loss_type)
     # The keys of a mapping are invariant: to mypy a Mapping[str, float] cannot fill a dict[str | PairLoss, float].
     mixture: dict[str | PairLoss, float] = (
         {**loss_type} if isinstance(loss_type, Mapping) else {loss_type: 1.0}  # type: ignore[dict-item]

@@ -115,6 +115,7 @@ def kto_loss(
         ``kto``, ``kl``. An absent class has mean 0 and count 0: weight by the counts when averaging.
 
     Raises:
+        TypeError: If ``desirable`` holds anything but booleans.
         ValueError: If shapes differ, an argument is out of range, or ``kl`` and ``loss_type`` do not fit.
     """
     if loss_type not in get_args(KTOLossType):
@@ -122,7 +123,7 @@ def kto_loss(
     if (kl is None) != (loss_type == "apo_zero_unpaired"):
         raise ValueError(f"kl is needed by 'kto' and has no meaning for 'apo_zero_unpaired', got {loss_type!r}, {kl=}")
     answers = _Answers(logprobs, ref_logprobs, desirable, beta, desirable_weight, undesirable_weight, mask)
-    anchor = scalar_like(0.0 if kl is None else kl, answers.logratio)
+    anchor = answers.scalar("kl", 0.0 if kl is None else kl)
     # 1 - σ(x) = σ(-x)
     losses = answers.weight * torch.sigmoid(-answers.sign * beta * (answers.logratio - anchor))
     metrics = answers.metrics(beta * answers.logratio)
@@ -172,12 +173,13 @@ def bco_loss(
         ``reward_shift``.
 
     Raises:
+        TypeError: If ``desirable`` holds anything but booleans.
         ValueError: If shapes differ or an argument is out of range.
     """
     answers = _Answers(logprobs, ref_logprobs, desirable, beta, desirable_weight, undesirable_weight, mask)
     check_same_shape(logprobs=logprobs, weights=weights)
     rewards, weight = beta * answers.logratio, answers.weight
-    delta = scalar_like(shift, rewards)
+    delta = answers.scalar("shift", shift)
     if weights is not None:
         weight = torch.where(answers.wanted, weight, weight * select(full_precision(weights.detach()), answers.keep))
     losses = -weight * F.logsigmoid(answers.sign * (rewards - delta))
@@ -208,13 +210,21 @@ class _Answers:
         if not (desirable_weight >= 0.0 and undesirable_weight >= 0.0):
             raise ValueError(f"weights must not be negative, got {desirable_weight} and {undesirable_weight}")
         check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, mask=mask)
+        if desirable.dtype != torch.bool:
+            raise TypeError(f"desirable must be a bool tensor, got {desirable.dtype}: labels == 1 makes one")
         self.keep = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
-        self.wanted = desirable.bool()
+        self.wanted = desirable
         self.policy = select(full_precision(logprobs), self.keep)
         self.logratio = self.policy - select(full_precision(ref_logprobs.detach()), self.keep)
         one, good, bad = (scalar_like(value, self.logratio) for value in (1.0, desirable_weight, undesirable_weight))
         self.sign = torch.where(self.wanted, one, -one)
         self.weight = torch.where(self.wanted, good, bad)
+
+    def scalar(self, name: str, value: Tensor | float) -> Tensor:
+        """A number that all answers share, detached; raises ValueError for one of each answer."""
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{name} must be one number for all answers, got {tuple(value.shape)}")
+        return scalar_like(value, self.logratio)
 
     def metrics(self, rewards: Tensor) -> dict[str, Tensor]:
         """Means and counts of both classes, from rewards (B,)."""

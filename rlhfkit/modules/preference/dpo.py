@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhfkit.data.formats import PreferenceBatch
 from rlhfkit.losses import LossOutput, dpo_loss, length_desensitized_logprobs, wpo_weights
-from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, PairLoss
+from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, PairLoss, refuse_list
 from rlhfkit.models import LoRA, ModelLoading, PolicyOutput, policy_output
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.preference.base import PreferenceModule, reference_of, reference_part
@@ -185,8 +185,10 @@ def imported_losses(loss_type: GivenLosses) -> dict[Any, float]:
     """Losses of pairs and their weights; those of dotted names are imported, rlhfkit's own stay names.
 
     Raises:
+        TypeError: If several are given without weights.
         ValueError: If a weight is no number, or a name cannot be imported.
     """
+    refuse_list(loss_type)
     if not isinstance(loss_type, Mapping) or "class_path" in loss_type:
         return {function_or_name(cast(GivenFunction, loss_type), "loss_type", home=_HOME): 1.0}
     for name, weight in loss_type.items():
