@@ -106,6 +106,92 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "kl_loss_coef": ("kl_coef",),
     "ppo_epochs": ("PromptDataModule(epochs_per_iteration=)",),
     "ppo_micro_batch_size_per_gpu": ("micro_batch_size", "PromptDataModule(micro_batch_size=)"),
+    "loss_type": ("policy_loss",),
+    "importance_sampling_level": ("policy_loss",),
+    "loss_agg_mode": ("aggregation",),
+    "advantage_estimator": ("preset",),
+    "adv_estimator": ("preset",),
+    "norm_adv_by_std_in_grpo": ("advantage_scale",),
+    "use_kl_loss": ("kl_coef",),
+    "rpo_alpha": ("nll_coef",),
+    "top_entropy_quantile": ("parts=[TopEntropy(fraction=)]",),
+    "max_length": (
+        "max_new_tokens",
+        "SFTDataModule(max_length=)",
+    ),
+    "max_seq_length": (
+        "max_length",
+        "SFTDataModule(max_length=)",
+    ),
+    "max_prompt_length": ("PromptDataModule(max_prompt_length=)",),
+    "prompt_max_len": ("PromptDataModule(max_prompt_length=)",),
+    "dataset_text_field": (
+        "text",
+        "SFTDataModule(text=)",
+    ),
+    "completion_only_loss": ("SFTDataModule(completion=)",),
+    "assistant_only_loss": ("SFTDataModule(messages=)",),
+    "dataset_num_proc": (
+        "num_proc",
+        "SFTDataModule(num_proc=)",
+    ),
+    "prompt_key": (
+        "prompt",
+        "PromptDataModule(prompt=)",
+    ),
+    "input_key": (
+        "prompt",
+        "PromptDataModule(prompt=)",
+    ),
+    "label_key": (
+        "answer",
+        "PromptDataModule(answer=)",
+    ),
+    "dataset_config": (
+        "subset",
+        "PromptDataModule(subset=)",
+    ),
+    "tokenizer": ("SFTDataModule(tokenizer=)",),
+    "ppo_mini_batch_size": ("PromptDataModule(updates_per_iteration=)",),
+    "num_mini_batches": ("PromptDataModule(updates_per_iteration=)",),
+    "micro_train_batch_size": (
+        "micro_batch_size",
+        "PromptDataModule(micro_batch_size=)",
+    ),
+    "micro_rollout_batch_size": ("ModelLoading(max_tokens_per_forward=)",),
+    "group_size": ("SamplingSpec(group_size=)",),
+    "n": ("group_size",),
+    "max_new_tokens": ("SamplingSpec(max_new_tokens=)",),
+    "response_length": (
+        "max_new_tokens",
+        "SamplingSpec(max_new_tokens=)",
+    ),
+    "max_response_length": (
+        "max_new_tokens",
+        "SamplingSpec(max_new_tokens=)",
+    ),
+    "generate_max_len": (
+        "max_new_tokens",
+        "SamplingSpec(max_new_tokens=)",
+    ),
+    "stop_strings": ("stop",),
+    "vllm_mode": ("VLLMPool(colocate=)",),
+    "vllm_num_engines": (
+        "num_engines",
+        "VLLMPool(num_engines=)",
+    ),
+    "enforce_eager": ("VLLMPool(engine_arguments=)",),
+    "max_num_seqs": ("VLLMPool(engine_arguments=)",),
+    "enable_prefix_caching": ("VLLMPool(engine_arguments=)",),
+    "reward_fn": (
+        "reward",
+        "RolloutCallback(reward=)",
+    ),
+    "reward_model": ("parts=[RewardModel(models=)]",),
+    "dynamic_sampling": ("parts=[DynamicSampling()]",),
+    "log_completions": ("Trainer(callbacks=)",),
+    "zero_stage": ("RLHFDeepSpeedStrategy(stage=)",),
+    "grad_clip": ("Trainer(gradient_clip_val=)",),
 }
 """What the options of TRL and others that most people use are called here, the first that a class takes being meant;
 ``Class(argument=)`` is an argument of another class. docs/coming_from.md explains them."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
+from rlhfkit.argument_names import hint
+
 Options = TypeVar("Options")
 
 
@@ -112,16 +114,20 @@ def refuse_without_effect(given: Mapping[str, bool], beside: str) -> None:
 def options(kind: type[Options], value: Options | Mapping[str, Any] | None) -> Options:
     """Return an options dataclass given as an instance, as a mapping of its fields (from a checkpoint), or as ``None``.
 
-    Raises ValueError if the mapping has other names.
+    Raises TypeError if it is something else, and ValueError if the mapping has other names.
     """
     if value is None:
         return kind()
-    if not isinstance(value, Mapping):
-        return value
     known = [field.name for field in fields(cast(Any, kind))]
+    if not isinstance(value, Mapping):
+        if not isinstance(value, kind):
+            raise TypeError(f"give {kind.__name__}(...) or a mapping of {', '.join(known)}; got {value!r:.200}")
+        return value
     unknown = sorted({*value} - {*known})
     if unknown:
-        raise ValueError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(known)}")
+        guesses = "; ".join(filter(None, (hint(name, known) for name in unknown)))
+        listed = f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(known)}"
+        raise ValueError(listed + (f": {guesses}" if guesses else ""))
     return kind(**value)
 
 

@@ -81,11 +81,18 @@ def test_a_name_of_ours_is_no_name_of_others() -> None:
         ("PromptDataModule", {"num_iterations": 2}, "num_iterations is epochs_per_iteration here"),
         ("RolloutCallback", {"reward_funcs": []}, "RolloutCallback .* reward_funcs is reward here"),
         ("VLLMPool", {"vllm_gpu_memory_utilization": 0.3}, "VLLMPool .* is gpu_memory_utilization here"),
+        (
+            "SamplingSpec",
+            {"num_generations": 8},
+            "SamplingSpec takes no argument num_generations: .* is group_size here",
+        ),
+        ("LoRA", {"lora_alpha": 8}, "LoRA .* lora_alpha is alpha here"),
+        ("RolloutCallback", {"group_size": 8}, r"did you mean SamplingSpec\(group_size=\)\?"),
     ],
 )
 def test_a_name_from_elsewhere_is_answered(called: str, given: dict[str, Any], answer: str) -> None:
     """The error names the class that was called, not the base whose constructor found the argument."""
-    first = () if called in ("RolloutCallback", "VLLMPool") else ("somewhere",)
+    first = () if called in ("RolloutCallback", "VLLMPool", "SamplingSpec", "LoRA") else ("somewhere",)
     more = {"rollout_batch_size": 4, "micro_batch_size": 4} if called == "PromptDataModule" else {}
     with pytest.raises(TypeError, match=answer):
         getattr(rlhfkit, called)(*first, **more, **given)

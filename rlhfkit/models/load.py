@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.argument_names import AnswersNames
 from rlhfkit.first_lines import without_weights_bar
 from rlhfkit.hub import check_hub_model
 from rlhfkit.models.activation_memory import use_gradient_checkpointing, use_tiled_mlp
@@ -32,13 +33,8 @@ def quantization_config(quantization: Quantization, dtype: torch.dtype) -> Any:
     """Transformers' configuration of 4-bit weights with arithmetic in ``dtype``; scales are quantized, as in OpenRLHF.
 
     Raises:
-        ValueError: If the name is unknown.
         ImportError: If bitsandbytes is not installed.
     """
-    if quantization not in get_args(Quantization):
-        raise ValueError(
-            f"quantization must be one of {', '.join(get_args(Quantization))} or None, got {quantization!r}"
-        )
     if find_spec("bitsandbytes") is None:
         raise ImportError(f"quantization={quantization!r} needs bitsandbytes: pip install 'rlhfkit[qlora]'")
     from transformers import BitsAndBytesConfig
@@ -183,7 +179,7 @@ def require_attention(attention: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class ModelLoading:
+class ModelLoading(metaclass=AnswersNames):
     """How models are loaded and computed, beside the type of their weights: technical options that few runs need.
 
     Args:
@@ -229,6 +225,8 @@ class ModelLoading:
         check_integer("max_tokens_per_forward", self.max_tokens_per_forward, minimum=1)
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError("offload_activations keeps what gradient_checkpointing saves: set both, or neither")
+        if self.quantization not in (None, *get_args(Quantization)):
+            raise ValueError(f"quantization must be 'nf4' (4 bits) or None, got {self.quantization!r}")
         if not isinstance(self.tiled_mlp, bool):
             check_integer("tiled_mlp", self.tiled_mlp, minimum=1, why="it is the number of tokens in a tile")
         if not isinstance(self.liger_kernels, bool):

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.argument_names import AnswersNames
 from rlhfkit.distributed import full_shape
 from rlhfkit.models.attention.families import sees_images
 from rlhfkit.validation import check_integer, check_number, options
@@ -25,7 +26,7 @@ MODALITIES = ("language", "vision", "both")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoRA:
+class LoRA(metaclass=AnswersNames):
     """Train low-rank matrices instead of the model's weights: W + scale * B A (Hu et al., 2021, arXiv:2106.09685).
 
     Example::

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from rlhfkit.argument_names import AnswersNames
 from rlhfkit.mesh import mesh_of
 from rlhfkit.modules.optimizers import muon
 from rlhfkit.modules.optimizers.factories import (
@@ -45,7 +46,7 @@ DEFAULT_BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True)
-class Optimization:
+class Optimization(metaclass=AnswersNames):
     """Optimizer of a module and schedule of its learning rate, beside the peak rate ``lr``.
 
     Example::

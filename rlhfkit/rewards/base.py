@@ -139,6 +139,25 @@ def reward_after_failure(on_failure: OnFailure, message: str) -> float | None:
     return None if on_failure == "mask" else float(on_failure)
 
 
+def check_is_reward(what: str, reward: Any) -> None:
+    """Raise TypeError unless this can be called with samples; ``what`` names it in the message."""
+    if not callable(reward):
+        several = ": WeightedSum(right=..., style=...) adds several" if isinstance(reward, list | tuple | dict) else ""
+        raise TypeError(f"{what} must be callable on a list of samples, got {type(reward).__name__}{several}")
+    try:
+        signature = inspect.signature(reward)
+    except ValueError:  # of a function written in C
+        return
+    try:
+        signature.bind([])
+    except TypeError:
+        raise TypeError(
+            f"{what} is called with one argument, a list of samples with sample.prompt.text, sample.text, "
+            f"sample.prompt.answer and sample.prompt.metadata (other columns); {reward_name(reward)}{signature} takes "
+            "others: docs/coming_from.md has the wrapper"
+        ) from None
+
+
 def reward_name(reward: Any) -> str:
     """Return a reward's name in logs: its attribute ``name``, its function's name, or its class's in snake case."""
     if isinstance(reward, functools.partial) and not isinstance(getattr(reward, "name", None), str):

@@ -16,6 +16,7 @@ from rlhfkit.rewards.base import (
     AnswerReader,
     Reward,
     RewardWrapper,
+    check_is_reward,
     evaluate,
     reward_metrics,
     reward_name,
@@ -63,12 +64,15 @@ class WeightedSum(RewardWrapper):
             ValueError: If there is no part, or a weight is not finite.
             TypeError: If a part cannot be called.
         """
+        if parts is not None and not isinstance(parts, Mapping):
+            raise TypeError(f"give each part a name, WeightedSum(right=..., style=(..., 0.3)); got {parts!r:.200}")
         self.rewards: dict[str, Reward] = {}
         self.weights: dict[str, float] = {}
         for name, part in {**(parts or {}), **more}.items():
-            reward, weight = part if isinstance(part, tuple | list) else (part, 1.0)
+            reward, weight = part if isinstance(part, tuple | list) and len(part) == 2 else (part, 1.0)
             if not callable(reward):
                 raise TypeError(f"part {name!r} must be a callable or (callable, weight), got {part!r}")
+            check_is_reward(f"part {name!r}", reward)
             check_number(f"the weight of part {name!r}", weight)
             self.rewards[name], self.weights[name] = cast(Reward, reward), float(weight)
         if not self.rewards:
@@ -192,8 +196,7 @@ class CosineLength(RewardWrapper):
             TypeError: If ``correct`` cannot be called.
             ValueError: If a number is out of range.
         """
-        if not callable(correct):
-            raise TypeError(f"correct must be callable on a list of samples, got {type(correct).__name__}")
+        check_is_reward("correct", correct)
         check_integer("max_length", max_length, minimum=1)
         values = {"correct_short": correct_short, "correct_long": correct_long, "wrong_short": wrong_short}
         for name, value in {**values, "wrong_long": wrong_long, "success_threshold": success_threshold}.items():
@@ -243,8 +246,7 @@ class LastTurnReward(RewardWrapper):
         Raises:
             TypeError: If ``reward`` is not callable.
         """
-        if not callable(reward):
-            raise TypeError(f"reward must be callable on a list of samples, got {type(reward).__name__}")
+        check_is_reward("reward", reward)
         self.reward = reward
         self.name = reward_name(reward)
 

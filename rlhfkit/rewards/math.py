@@ -72,7 +72,7 @@ class MathMatch:
             ValueError: If a prompt has no answer.
             RuntimeError: If no process can be started.
         """
-        answers = [str(required_answer(sample, "math_match")) for sample in samples]
+        answers = [required_answer(sample, "math_match") for sample in samples]
         jobs = [{"answer": answer, "text": sample.text} for answer, sample in zip(answers, samples, strict=True)]
         scores: list[float | None] = []
         for sample, outcome in zip(samples, self.sandbox.map(jobs), strict=True):

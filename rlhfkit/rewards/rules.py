@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -15,14 +15,19 @@ OPEN_R1_TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 """The tags of Open R1's prompts (https://github.com/huggingface/open-r1)."""
 
 
-def required_answer(sample: Sample, reward: str) -> Any:
-    """Return the reference answer of a sample's prompt; raises ``ValueError`` for ``reward`` if it has none."""
+def required_answer(sample: Sample, reward: str) -> str:
+    """The reference answer of a sample's prompt as text; raises ``ValueError`` for ``reward`` if it is none."""
     if sample.prompt.answer is None:
         raise ValueError(
             f"{reward} compares with the prompt's answer, but prompt {sample.prompt.index} has none: name the column "
             "that holds it, PromptDataModule(answer=...)"
         )
-    return sample.prompt.answer
+    if isinstance(sample.prompt.answer, Mapping | list | tuple):  # no completion would be that
+        raise ValueError(
+            f"{reward} compares with a text or a number, but the answer of prompt {sample.prompt.index} is "
+            f"{sample.prompt.answer!r:.200}: make a column of the part that is meant"
+        )
+    return str(sample.prompt.answer)
 
 
 class ExactMatch:
@@ -66,7 +71,7 @@ class ExactMatch:
         return self._read
 
     def _matches(self, sample: Sample) -> bool:
-        return self._read(sample) == self._normal(str(required_answer(sample, "exact_match")))
+        return self._read(sample) == self._normal(required_answer(sample, "exact_match"))
 
     def _read(self, sample: Sample) -> str | None:
         text: str | None = sample.text

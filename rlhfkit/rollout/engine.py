@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from rlhfkit.argument_names import AnswersNames
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.errors import RequestError
 from rlhfkit.validation import check_integer, check_number
@@ -26,7 +27,7 @@ MAX_STOP_TOKEN_IDS = 96
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingSpec:
+class SamplingSpec(metaclass=AnswersNames):
     """How completions are sampled. Every field is sent, so that no engine uses the model's own defaults.
 
     Example::

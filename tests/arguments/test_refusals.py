@@ -412,6 +412,9 @@ REFUSED: dict[type, list[tuple[dict[str, Any], str]]] = {
     # rollouts
     RolloutCallback: [
         ({"reward": "exact_match"}, "reward must be callable on a list of samples, got str"),
+        ({"reward": [len]}, r"got list: WeightedSum\(right=..., style=...\) adds several"),
+        ({"reward": lambda prompts, completions: []}, r"one argument, a list of samples .*\(prompts, completions\)"),
+        ({"sampling": {"num_generations": 8}}, "SamplingSpec has no num_generations; .* is group_size here"),
         ({"engine": {}}, r"engine must implement rlhfkit\.rollout\.RolloutEngine, got dict"),
         ({"parts": [len]}, r"derive it from rlhfkit\.callbacks\.RolloutPart"),
         ({"engine": Plain(), "parts": [Ahead(in_flight=True)]}, "Plain does not say that it can"),

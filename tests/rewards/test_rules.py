@@ -67,6 +67,11 @@ def test_exact_match_normalises_as_told(options: dict[str, object], text: str, a
     assert ExactMatch(**options)([sample(text, answer)]) == [score]
 
 
+def test_an_answer_that_no_completion_can_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a text or a number, but the answer of prompt 3 is \{'ground_truth': '5'\}"):
+        exact_match([sample("5", {"ground_truth": "5"})])
+
+
 def test_missing_answer_names_prompt_and_cure() -> None:
     with pytest.raises(
         ValueError, match=r"prompt 3 has none: name the column that holds it, PromptDataModule\(answer="

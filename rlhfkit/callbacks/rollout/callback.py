@@ -37,7 +37,7 @@ from rlhfkit.distributed import cpu_group, run_on_all_ranks, true_on_all_ranks
 from rlhfkit.models.load import base_model_name, precision_dtype
 from rlhfkit.parts import overriding
 from rlhfkit.protocols import STATES_OF_RANKS, HasChatTemplate
-from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
+from rlhfkit.rewards.base import Reward, check_is_reward, mean_metrics, reward_metrics
 from rlhfkit.rollout.collector import CollectedGroups
 from rlhfkit.rollout.engine import DrainableWeights, RolloutEngine, SamplingSpec
 from rlhfkit.rollout.errors import WeightsNeededError
@@ -49,7 +49,7 @@ from rlhfkit.trainer_parts import (
     profiler_of,
     prompts_of,
 )
-from rlhfkit.validation import check_number
+from rlhfkit.validation import check_number, options
 
 if TYPE_CHECKING:
     from rlhfkit.rollout.groups import AnyGroupFunction, GroupRunner
@@ -105,18 +105,21 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
         parts: Sequence[RolloutPart | Mapping[str, Any] | str] = (),
         rollout_timeout: float = 7200.0,
     ) -> None:
-        if reward is not None and not callable(reward):
-            raise TypeError(f"reward must be callable on a list of samples, got {type(reward).__name__}")
+        if reward is not None:
+            check_is_reward("reward", reward)
         if engine is None:
             from rlhfkit.rollout.local.engine import LocalEngine
 
             engine = LocalEngine()
         if not isinstance(engine, RolloutEngine):
-            raise TypeError(f"engine must implement rlhfkit.rollout.RolloutEngine, got {type(engine).__name__}")
+            raise TypeError(
+                f"engine must implement rlhfkit.rollout.RolloutEngine, got {type(engine).__name__}: LocalEngine() and "
+                "VLLMPool(num_engines=2) do"
+            )
         check_number("rollout_timeout", rollout_timeout, above=0, why="it is in seconds")
         self.reward = reward
         self.engine = engine
-        self.sampling = sampling or SamplingSpec()
+        self.sampling = options(SamplingSpec, sampling)
         self.rollout_timeout = rollout_timeout
         self.timing = Timing()
         """How long each part of each iteration took on this rank; ``timing.write_trace(path)`` writes a trace of it."""

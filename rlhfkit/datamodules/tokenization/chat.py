@@ -254,7 +254,8 @@ class PromptFormatter:
 
     def _require_template(self, reason: str) -> None:
         if self.tokenizer.chat_template is None:
-            raise ValueError(f"{reason}, but the tokenizer has no chat template: use the tokenizer of a chat model")
+            cure = "use the tokenizer of a chat model, or give chat_template_kwargs={'chat_template': ...}"
+            raise ValueError(f"{reason}, but the tokenizer has no chat template: {cure}")
 
     def templated(self, content: Any) -> bool:
         """Whether this content goes through the chat template."""

@@ -44,7 +44,8 @@ class Mixture:
         if not pairs:
             raise ValueError(f"a Mixture needs at least one source and its weight, got {weights!r}")
         for source, weight in pairs:
-            check_number(f"the weight of {str(source)[:80]}", weight, above=0)
+            why = "a mapping has sources and their weights; of a DatasetDict give one split"
+            check_number(f"the weight of {str(source)[:80]}", weight, above=0, why=why)
         if until not in ("all", "first"):
             raise ValueError(f"until must be 'all' or 'first', got {until!r}")
         total = sum(weight for _, weight in pairs)

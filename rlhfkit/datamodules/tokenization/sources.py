@@ -89,6 +89,9 @@ def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> 
         rows = _read_path(name, split, subset)
     elif isinstance(data, Sequence):
         name = "the given list of rows"
+        if not all(isinstance(row, Mapping) for row in data):
+            odd = next(row for row in data if not isinstance(row, Mapping))
+            raise ValueError(f"{name}: a row is a mapping such as {{'text': ...}}, got {odd!r:.80}")
         rows = _table([dict(row) for row in data])
     else:
         raise ValueError(f"data must be a path, a hub name, a list of rows or a Dataset, got {type(data).__name__}")
