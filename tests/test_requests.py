@@ -1,9 +1,10 @@
 """What people ask other libraries for, and is a few lines here: what such lines rest on.
 
-Covers what rollout/groups.py, modules/on_policy and strategies/deepspeed/synchronized_steps.py allow them.
+Covers what rollout/groups.py, modules/on_policy, datamodules and strategies/deepspeed/synchronized_steps.py allow.
 """
 
 import dataclasses
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,28 @@ import pytest
 import torch
 from rl_runs import PlainGRPO, digits, setup_run, weights
 from strategies import ranks
-from test_docs_parts import examples
+from test_docs_parts import PAGE, examples
+from tiny_models import tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rlhfkit import LossOutput, Part, Prompt, RolloutCallback, Sample, SamplingSpec, Stage
+from rlhfkit import (
+    DPOModule,
+    LossOutput,
+    Part,
+    PreferenceDataModule,
+    Prompt,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+    SFTDataModule,
+    Stage,
+)
 from rlhfkit.modules.parts import Correction, TeacherAdvantages
 from rlhfkit.rollout import GroupSampler, ModuleWeights
 from rlhfkit.strategies.deepspeed.synchronized_steps import SynchronizedSteps
 
+DATA = PAGE.with_name("data.md")
 TEMPERATURES = (0.6, 1.0, 1.4, 0.6)
 
 # ---------------------------------------------------------------------- sampling of single requests
@@ -216,3 +230,79 @@ def test_a_layer_that_is_trained_only_now_stops_the_run_at_every_stage() -> None
     model[0].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"2 parameters of 'policy' .*first: 0.bias"):
         steps.step({"policy": engine})
+
+
+# ---------------------------------------------------------------------- numbers of rows of data in losses
+
+
+def weighted_rows(**more: Any) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"{i}+{i}=", "completion": str(2 * i), "weight": i % 3, **more} for i in (1, 20, 3, 400, 5, 60, 7)
+    ]
+
+
+def one_pass(**arguments: Any) -> L.Trainer:
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"),
+        False,
+    )
+    return L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet, **arguments)
+
+
+@pytest.mark.parametrize("more", [{}, {"streaming": True, "steps_per_epoch": 1}])
+@pytest.mark.parametrize(("size", "accumulate"), [(7, 1), (1, 7)])
+def test_numbers_of_rows_weigh_them(tmp_path: Path, more: dict[str, Any], size: int, accumulate: int) -> None:
+    folder, rows = tiny_model(tmp_path / "model"), weighted_rows()
+    data = SFTDataModule(rows, numbers=["weight"], micro_batch_size=size, shuffle=False, **more)
+    module, seen = examples(DATA)["WeightedSFT"](str(folder), lr=1e-9), list[Tensor]()
+    module.policy_output = keep(module.policy_output, seen)
+    trainer = one_pass(accumulate_grad_batches=accumulate)
+    trainer.fit(module, data)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), module.tokenizer
+    total, count = 0.0, 0
+    for row in rows:
+        prompt, answer = (tokenizer.encode(row[name]) for name in ("prompt", "completion"))
+        ids = torch.tensor([*prompt, *answer, tokenizer.eos_token_id])
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        total -= row["weight"] * float(logprobs[len(prompt) - 1 :].sum())
+        count += len(answer) + 1
+    assert sorted(float(one) for batch in seen for one in batch) == [0, 0, 1, 1, 1, 2, 2]
+    assert float(trainer.callback_metrics["loss"]) == pytest.approx(total / count, rel=1e-5)
+
+
+def keep(run: Any, seen: list[Tensor]) -> Any:
+    """The same function, which keeps the numbers of its batches."""
+
+    def kept(batch: Any) -> Any:
+        seen.append(batch.numbers["weight"])
+        return run(batch)
+
+    return kept
+
+
+def test_numbers_of_rows_weigh_pairs(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path / "model"))
+    pairs = [{"prompt": "1+1=", "chosen": str(n), "rejected": "x", "weight": float(n)} for n in range(4)]
+    losses = []
+    weighted = examples(DATA)["WeightedDPO"](folder, lr=1e-9, use_weighting=True)
+    for module in (weighted, DPOModule(folder, lr=1e-9)):
+        trainer = one_pass()
+        trainer.fit(module, PreferenceDataModule(pairs, numbers=["weight"], micro_batch_size=4))
+        losses.append(float(trainer.callback_metrics["loss"]))
+    assert losses[1] == pytest.approx(math.log(2))
+    assert losses[0] == pytest.approx(1.5 * math.log(2))  # all margins are 0, and weights 0 to 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "error"),
+    [
+        (weighted_rows(weight="much"), "column 'weight' of .*row 0, must hold a number, it holds 'much'"),
+        ([{"prompt": "1", "completion": "2"}], "numbers='weight' is not a column"),
+        ([{"prompt": "1", "completion": "2", "weight": n} for n in (1.0, None)], "1 missing values"),
+    ],
+)
+def test_columns_without_numbers_are_refused(tmp_path: Path, rows: list[dict[str, Any]], error: str) -> None:
+    data = SFTDataModule(rows, numbers=["weight"], tokenizer=str(tiny_model(tmp_path / "model")))
+    with pytest.raises(ValueError, match=error):
+        data.setup()

@@ -270,6 +270,8 @@ class TokenExample:
     """As long as ``input_ids``: true where the token is trained. The first never is: nothing predicts it."""
     attachments: tuple[Any, ...] = ()
     """What there is beside tokens: images, in the order of their tokens."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of its row of the data, by column."""
 
     def __post_init__(self) -> None:
         """Check that both lists have one length."""
@@ -296,6 +298,8 @@ class TokenBatch(PaddedBatch):
 
     loss_mask: Tensor = step_field()
     """(B, T-1) bool on the next-token axis, true where token t+1 is trained."""
+    numbers: dict[str, Tensor] = rows_field()
+    """(B,) float32 each: the columns of the data that ``SFTDataModule(numbers=[...])`` names."""
 
     @property
     def action_mask(self) -> Tensor:
@@ -328,7 +332,10 @@ def collate_tokens(examples: Sequence[TokenExample], totals: StepTotals | None =
         input_ids[row, :end] = torch.tensor(example.input_ids)
         attention_mask[row, :end] = True
         loss_mask[row, :end] = torch.tensor(example.loss_mask)
-    batch = TokenBatch(input_ids=input_ids, attention_mask=attention_mask, loss_mask=loss_mask[:, 1:])
+    numbers = {
+        name: torch.tensor([float(example.numbers[name]) for example in examples]) for name in examples[0].numbers
+    }
+    batch = TokenBatch(input_ids=input_ids, attention_mask=attention_mask, loss_mask=loss_mask[:, 1:], numbers=numbers)
     if any(example.attachments for example in examples):
         batch.attachments = tuple(example.attachments for example in examples)
     if totals is None:

@@ -5,7 +5,6 @@ equal answers are dropped.
 """
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +15,7 @@ from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
 from rlhfkit.datamodules.tokenization.chat import is_chat
 from rlhfkit.datamodules.tokenization.columns import IMPLICIT_PREFERENCE, PREFERENCE, find_columns
-from rlhfkit.datamodules.tokenization.examples import Answer, ExampleBuilder, PendingExample, RowResult
+from rlhfkit.datamodules.tokenization.examples import Answer, ExampleBuilder, PendingExample, RowResult, number_in
 from rlhfkit.datamodules.tokenization.mixture import Sources
 from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, check_columns, describe
 
@@ -46,14 +45,8 @@ class PreferenceBuilder(ExampleBuilder):
         chosen, rejected = self._pair(row, where)
         if "margin" in self.columns:
             column = self.columns["margin"]
-            chosen = chosen._replace(labels=[self._number(row[column], column, where)])
+            chosen = chosen._replace(labels=[number_in(row[column], column, where)])
         return [chosen, rejected]
-
-    @staticmethod
-    def _number(value: Any, column: str, where: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"column {column!r} of {where} must hold a number, it holds {value!r}")
-        return float(value)
 
     def _pair(self, row: Mapping[str, Any], where: str) -> list[PendingExample]:
         columns, prompt = self.columns, self.columns.get("prompt")
@@ -180,7 +173,7 @@ class PreferenceDataModule(SFTDataModule):
         margin = self.margin or ("margin" if "margin" in rows.column_names else None)
         check_columns(rows, source, margin=margin)
         named = {"prompt": self.prompt_column, "chosen": self.chosen, "rejected": self.rejected}
-        columns = find_columns(rows, source, (PREFERENCE, IMPLICIT_PREFERENCE), named)
+        columns = find_columns(rows, source, (PREFERENCE, IMPLICIT_PREFERENCE), named, beside=self.numbers)
         if "prompt" not in columns and self.apply_chat_template and isinstance(rows[0][self.chosen], str):
             raise ValueError(
                 f"{describe(source)} has no prompt column, so its texts are whole dialogues, which cannot be put into "

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import lightning as L
@@ -16,7 +16,7 @@ from rlhfkit.datamodules.tokenization.chat import SpecialTokensInText
 from rlhfkit.datamodules.tokenization.columns import SUPERVISED, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, list_sources
-from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, describe, no_loader, read_rows
+from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, check_columns, describe, no_loader, read_rows
 from rlhfkit.protocols import HasModelLimits
 from rlhfkit.validation import check_integer
 
@@ -70,6 +70,7 @@ class SFTDataModule(TextDataModule):
         input_ids: str | None = None,
         labels: str | None = None,
         loss_mask: str | None = None,
+        numbers: Sequence[str] = (),
         validation_data: Source | None = None,
         split: str = "train",
         validation_split: str = "test",
@@ -107,6 +108,7 @@ class SFTDataModule(TextDataModule):
             input_ids: Column of token ids; tokens at which a column ``attention_mask`` is 0 are left out.
             labels: Column of the same ids, with -100 where a token is not learned.
             loss_mask: Column of 1 or true where a token is learned (``completion_mask`` and ``assistant_masks`` too).
+            numbers: Columns of numbers that batches have too, for losses of your own: ``batch.numbers["weight"]`` (B,).
             validation_data: The validation examples, in the same columns.
             split: Split of ``data``, if it has several.
             validation_split: Split of ``validation_data``, if it has several.
@@ -201,6 +203,7 @@ class SFTDataModule(TextDataModule):
         self.input_ids = input_ids
         self.labels = labels
         self.loss_mask = loss_mask
+        self.numbers = tuple(numbers)
         self.validation_data = validation_data
         self.micro_batch_size = micro_batch_size or 8
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
@@ -300,20 +303,29 @@ class SFTDataModule(TextDataModule):
     def _open_table(self, source: Source, split: str, tokenizer: Any) -> TokenizedDataset:
         """Read a source and tokenise it."""
         rows = read_rows(source, split=split, subset=self.subset)
-        self._columns = columns = self._find_columns(rows, source)
+        self._columns = columns = self._check_numbers(self._find_columns(rows, source), rows, source)
         return self._builder(columns, source, tokenizer).table(rows)
 
     def _open_source(self, source: Any, tokenizer: Any) -> SourceStream[Any]:
         """The stream of a source, by the columns of its first row."""
         reader = self._reader(source)
-        columns = self._find_columns(reader.head, source)
+        columns = self._check_numbers(self._find_columns(reader.head, source), reader.head, source)
         builder = self._builder(columns, source, tokenizer)
         builder.check_first(reader.head[0])
-        return self._source_stream(reader, builder.examples, columns.values())
+        return self._source_stream(reader, builder.examples, [*columns.values(), *self.numbers])
 
     def _find_columns(self, rows: "Dataset | RowPreview", source: Source) -> Mapping[str, str]:
         """Columns to read, by argument; override for other columns."""
-        return find_columns(rows, source, SUPERVISED, {name: getattr(self, name) for name in self.column_arguments})
+        named = {name: getattr(self, name) for name in self.column_arguments}
+        return find_columns(rows, source, SUPERVISED, named, beside=self.numbers)
+
+    def _check_numbers(
+        self, columns: Mapping[str, str], rows: "Dataset | RowPreview", source: Source
+    ) -> Mapping[str, str]:
+        """The columns; ValueError if there is none of :attr:`numbers`, or values are missing."""
+        for name in self.numbers:
+            check_columns(rows, source, numbers=name)
+        return columns
 
     def _builder(self, columns: Mapping[str, str], source: Source, tokenizer: Any) -> ExampleBuilder:
         """Make a builder from the arguments and the model's context length."""
@@ -325,6 +337,7 @@ class SFTDataModule(TextDataModule):
             source=describe(source),
             context=self._context_length(),
             cache=self.token_cache,
+            numbers=self.numbers,
             reports=not self._preparing,  # setup, which comes next, does
         )
 

@@ -221,7 +221,7 @@ class StepwiseDataModule(SFTDataModule):
     def _find_columns(self, rows: "Dataset | RowPreview", source: Source) -> Mapping[str, str]:
         if self.text is None:
             named = {"prompt": self.prompt, "completions": self.completions, "labels": self.labels}
-            return find_columns(rows, source, (STEPWISE,), named)
+            return find_columns(rows, source, (STEPWISE,), named, beside=self.numbers)
         columns = {"text": self.text, "labels": self.labels or "labels"}
         check_columns(rows, source, **columns)
         return columns

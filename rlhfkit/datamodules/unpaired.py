@@ -108,7 +108,7 @@ class UnpairedPreferenceDataModule(SFTDataModule):
 
     def _find_columns(self, rows: "Dataset | RowPreview", source: Source) -> Mapping[str, str]:
         named = {name: getattr(self, name) for name in ("prompt", "completion", "label", "chosen", "rejected")}
-        return find_columns(rows, source, (UNPAIRED_PREFERENCE, PREFERENCE), named)
+        return find_columns(rows, source, (UNPAIRED_PREFERENCE, PREFERENCE), named, beside=self.numbers)
 
     def _open_table(self, source: Source, split: str, tokenizer: Any) -> TokenizedDataset:
         examples = cast(ExampleTable[UnpairedExample], super()._open_table(source, split, tokenizer))

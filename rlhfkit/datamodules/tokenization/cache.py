@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from hashlib import blake2b
@@ -66,6 +66,8 @@ class TokenExamples:
         self._labels = columns.column("labels")
         self.attachments: Callable[[int], tuple[Any, ...]] | None = None
         """Reads the images of an answer from its row, which keeps them; ``None``: no answer has any."""
+        self.numbers: Mapping[str, Sequence[float]] = {}
+        """Columns of numbers of all rows of the data, by name."""
 
     @cached_property
     def labels(self) -> list[list[float]]:
@@ -82,7 +84,8 @@ class TokenExamples:
         place = self._used[index]
         attached = () if self.attachments is None else self.attachments(index)
         mask = self._masks[place].values.to_numpy(zero_copy_only=False)
-        return TokenExample(self._tokens[place].values.to_numpy().tolist(), mask.tolist(), attached)
+        numbers = {name: values[self.rows[index]] for name, values in self.numbers.items()}
+        return TokenExample(self._tokens[place].values.to_numpy().tolist(), mask.tolist(), attached, numbers)
 
 
 class TokenCache:

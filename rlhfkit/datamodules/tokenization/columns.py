@@ -68,11 +68,17 @@ _PER_ROW = {TEMPLATE_ARGUMENTS, TOOLS, SYSTEM, ATTENTION_MASK, *IMAGES}
 
 
 def find_columns(
-    rows: "Dataset | RowPreview", source: Any, formats: Sequence[DataFormat], named: Mapping[str, str | None]
+    rows: "Dataset | RowPreview",
+    source: Any,
+    formats: Sequence[DataFormat],
+    named: Mapping[str, str | None],
+    *,
+    beside: Sequence[str] = (),
 ) -> dict[str, str]:
     """Return the columns to read, by argument; all of them exist and have no missing values.
 
-    ``named`` holds the columns that the user has named, by argument; ``source`` is for messages.
+    ``named`` holds the columns that the user has named, by argument; ``source`` is for messages, as are ``beside``:
+    other columns that are read.
 
     Raises ValueError if none of ``formats`` fits, several do, a named column or values are missing, or there are
     columns of videos or sound.
@@ -85,7 +91,7 @@ def find_columns(
     if len(fitting) != 1:
         raise ValueError(_explain(rows.column_names, source, formats, fitting))
     check_columns(rows, source, **fitting[0])
-    unused = set(rows.column_names) - set(fitting[0].values()) - _PER_ROW
+    unused = set(rows.column_names) - {*fitting[0].values(), *beside} - _PER_ROW
     if unused:
         log.info("%s: columns that are not used: %s", describe(source), ", ".join(sorted(unused)))
     return fitting[0]

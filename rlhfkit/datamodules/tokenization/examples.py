@@ -7,6 +7,7 @@ so a token that spans both is learned. Rows may be token ids already, and exampl
 import copy
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,17 @@ def split_example(example: TokenExample, length: int) -> list[TokenExample]:
     ]
 
 
+def number_in(value: Any, column: str, where: str) -> float:
+    """The number that a column holds.
+
+    Raises:
+        ValueError: If it holds something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"column {column!r} of {where} must hold a number, it holds {value!r}")
+    return float(value)
+
+
 def _numbers(row: Mapping[str, Any], column: str, where: str, count: int | None = None) -> list[int]:
     values = row[column]
     if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
@@ -143,6 +155,7 @@ class ExampleBuilder:
         source: Where the rows come from, for messages.
         context: The model's context length; longer answers are an error; ``None``: unlimited.
         cache: Stores the answers of a table for later runs.
+        numbers: Columns of numbers that examples have too.
         reports: Log how many rows were truncated or dropped.
     """
 
@@ -170,6 +183,7 @@ class ExampleBuilder:
         source: str,
         context: int | None = None,
         cache: TokenCache | None = None,
+        numbers: Sequence[str] = (),
         reports: bool = True,
     ) -> None:
         self.formatter = formatter
@@ -180,6 +194,7 @@ class ExampleBuilder:
         self.source = source
         self.context = context
         self.cache = TokenCache() if cache is None else cache
+        self.numbers = tuple(numbers)
         self.reports = reports
 
     # ------------------------------------------------------------------ tables and streams
@@ -203,6 +218,10 @@ class ExampleBuilder:
             self.report(len(rows), answers.counts, sum(answers.targets))
         longest = max(range(len(answers)), key=lambda index: answers.lengths[index])
         self.check_context(answers.lengths[longest], f"{self.source}, row {answers.rows[longest]},")
+        answers.numbers = {
+            name: [number_in(value, name, f"{self.source}, row {row},") for row, value in enumerate(rows[name])]
+            for name in self.numbers
+        }
         if self.formatter.sees_images:
 
             def read(index: int) -> tuple[Any, ...]:
@@ -222,10 +241,12 @@ class ExampleBuilder:
         """
         counts: Counter[str] = Counter()
         targets = 0
-        for (where, _), result in zip(rows, self.results(rows), strict=True):
+        for (where, row), result in zip(rows, self.results(rows), strict=True):
             counts.update(result.outcomes)
             tokens = [answer.tokens for answer in result.answers]
+            numbers = {name: number_in(row[name], name, where) for name in self.numbers}
             for one in tokens:
+                one.numbers = numbers
                 self.check_context(one.num_tokens, where)
                 targets += one.targets
             if self.example is None:
