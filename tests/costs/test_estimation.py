@@ -39,7 +39,6 @@ from rlhfkit.costs import GPU, MemoryCheck, estimate
 from rlhfkit.costs.description import sharding_of
 from rlhfkit.costs.estimation import estimate_run, forward_flops, memory_warning, train_flops
 from rlhfkit.costs.memory import TRAINING
-from rlhfkit.costs.run import GIB
 from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.models.lora import save_adapter
 from rlhfkit.modules.parts import Critic, Reference, RewardModel
@@ -281,14 +280,6 @@ def test_micro_batches_of_a_group_have_its_rows_or_the_tokens_of_its_ranks(folde
     assert estimate(module, capped, rollouts(), strategy=strategy, devices=4).run.micro_batch_tokens == 128
 
 
-def test_plain_values_do_as_well() -> None:
-    found = estimate_run(grpo_70b())
-    assert found.first_problem is None
-    assert found.cached_sequences is not None
-    assert 20 < found.cached_sequences < 200
-    assert found.peak[TRAINING] < 80 * GIB
-
-
 def test_a_report_is_a_table_and_json() -> None:
     given: dict[str, Any] = {"assumptions": ["answers have 4096 tokens"], "problems": ["sizes that do not divide"]}
     found = estimate_run(grpo_70b(gradient_checkpointing=False), **given)
@@ -376,6 +367,7 @@ def test_times_are_within_a_factor_of_two_of_a_published_run() -> None:
 
 def test_more_gpus_and_shorter_answers_take_less_time_and_sampling_ahead_the_longer_side() -> None:
     base, ahead = estimate_run(grpo_70b()), estimate_run(grpo_70b(max_staleness=1))
+    assert base.first_problem is None
     assert estimate_run(grpo_70b(answer_tokens=1000.0)).seconds["generate"] < base.seconds["generate"]
     learning = base.seconds["prepare"] + base.seconds["train"]
     assert base.iteration_seconds == pytest.approx(base.seconds["generate"] + learning)

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY, HIDDEN, CONTEXT = 128, 64, 128
 
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+COMMON: dict[str, Any] = TOKENS | {
     "hidden_size": HIDDEN,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -24,25 +24,13 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 1,
     "head_dim": 32,
     "max_position_embeddings": CONTEXT,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
     "attention_dropout": 0.1,  # which policies switch off
 }
-GPT2: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "n_embd": HIDDEN,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": CONTEXT,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+GPT2: dict[str, Any] = TOKENS | {"n_embd": HIDDEN, "n_layer": 2, "n_head": 2, "n_positions": CONTEXT}
+ALTERNATING: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 FALCON = {name: value for name, value in COMMON.items() if name != "head_dim"}
 GEMMA3_WITH_TOWER: dict[str, Any] = {
-    "text_config": COMMON
-    | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "query_pre_attn_scalar": 32},
+    "text_config": COMMON | ALTERNATING | {"query_pre_attn_scalar": 32},
     "vision_config": {
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -56,16 +44,12 @@ GEMMA3_WITH_TOWER: dict[str, Any] = {
     "boi_token_index": 101,
     "eoi_token_index": 102,
 }
-XLSTM: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+XLSTM: dict[str, Any] = TOKENS | {
     "hidden_size": HIDDEN,
     "num_hidden_layers": 2,
     "num_heads": 2,
     "chunk_size": 8,
     "mode": "inference",
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
 }
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MLA = {
@@ -181,15 +165,7 @@ FAMILIES: tuple[Family, ...] = (
     family(
         "BLOOM",
         "bloom",
-        base={
-            "vocab_size": VOCABULARY,
-            "hidden_size": HIDDEN,
-            "n_layer": 2,
-            "n_head": 2,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 1,
-        },
+        base=TOKENS | {"hidden_size": HIDDEN, "n_layer": 2, "n_head": 2},
         packed=False,
         notes=INTERFACE + "; ALiBi",
     ),
@@ -197,18 +173,9 @@ FAMILIES: tuple[Family, ...] = (
         "CodeGen", "codegen", base=GPT2 | {"n_head": 4, "n_embd": 128, "rotary_dim": 16}, packed=False, notes=INTERFACE
     ),
     family("Cohere", "cohere", logit_scale=0.5),
-    family(
-        "Cohere 2", "cohere2", logit_scale=0.5, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
-    ),
-    family("CWM", "cwm", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
-    family(
-        "Cohere 2 MoE",
-        "cohere2_moe",
-        MOE,
-        logit_scale=0.5,
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
+    family("Cohere 2", "cohere2", ALTERNATING, logit_scale=0.5),
+    family("CWM", "cwm", ALTERNATING),
+    family("Cohere 2 MoE", "cohere2_moe", ALTERNATING, MOE, logit_scale=0.5),
     family(
         "DeepSeek V2",
         "deepseek_v2",
@@ -235,15 +202,8 @@ FAMILIES: tuple[Family, ...] = (
         moe_layer_start_index=1,
         moe_num_shared_experts=1,
     ),
-    family("EXAONE 4", "exaone4", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
-    family(
-        "EXAONE MoE",
-        "exaone_moe",
-        MOE,
-        DEEPSEEK_MOE,
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
+    family("EXAONE 4", "exaone4", ALTERNATING),
+    family("EXAONE MoE", "exaone_moe", ALTERNATING, MOE, DEEPSEEK_MOE),
     family("Falcon", "falcon", base=FALCON, num_kv_heads=1, alibi=False, packed=False, notes=INTERFACE),
     family(
         "Falcon (ALiBi)",
@@ -270,13 +230,7 @@ FAMILIES: tuple[Family, ...] = (
         packed=False,
         notes="soft-capped attention, run with `eager`",
     ),
-    family(
-        "Gemma 3",
-        "gemma3_text",
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"],
-        query_pre_attn_scalar=32,
-    ),
+    family("Gemma 3", "gemma3_text", ALTERNATING, query_pre_attn_scalar=32),
     family(
         "Gemma 3 with its vision tower",
         "gemma3",
@@ -301,9 +255,8 @@ FAMILIES: tuple[Family, ...] = (
     family(
         "Gemma 4",
         "gemma4_text",
+        ALTERNATING,
         num_hidden_layers=2,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=4,
         vocab_size_per_layer_input=VOCABULARY,
         hidden_size_per_layer_input=16,
     ),
@@ -317,32 +270,21 @@ FAMILIES: tuple[Family, ...] = (
     family(
         "GPT-Neo",
         "gpt_neo",
-        base={
-            "vocab_size": VOCABULARY,
+        base=TOKENS
+        | {
             "hidden_size": HIDDEN,
             "num_layers": 2,
             "num_heads": 2,
             "max_position_embeddings": CONTEXT,
             "attention_types": [[["global", "local"], 1]],
             "window_size": 4,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 1,
         },
         packed=False,
         notes=INTERFACE,
     ),
     family("GPT-NeoX (Pythia)", "gpt_neox"),
     family("GPT-NeoX-Japanese", "gpt_neox_japanese", intermediate_multiple_size=2, packed=False, notes=INTERFACE),
-    family(
-        "gpt-oss",
-        "gpt_oss",
-        MOE,
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"],
-        packed=False,
-        notes="learned attention sinks",
-    ),
+    family("gpt-oss", "gpt_oss", ALTERNATING, MOE, packed=False, notes="learned attention sinks"),
     family(
         "Granite",
         "granite",
@@ -430,7 +372,7 @@ FAMILIES: tuple[Family, ...] = (
         notes=RECURRENT,
     ),
     family("MiniMax M2", "minimax_m2", MOE),
-    family("Ministral", "ministral", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+    family("Ministral", "ministral", ALTERNATING),
     family("Ministral 3", "ministral3"),
     family("Mistral", "mistral", sliding_window=4),
     family("Mixtral", "mixtral", MOE),
@@ -439,16 +381,13 @@ FAMILIES: tuple[Family, ...] = (
     family(
         "MPT",
         "mpt",
-        base={
-            "vocab_size": VOCABULARY,
+        base=TOKENS
+        | {
             "d_model": HIDDEN,
             "n_heads": 2,
             "n_layers": 2,
             "max_seq_len": CONTEXT,
             "expansion_ratio": 2,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 1,
         },
         packed=False,
         notes=INTERFACE + "; ALiBi",
@@ -471,7 +410,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     family("OLMo", "olmo"),
     family("OLMo 2", "olmo2"),
-    family("OLMo 3", "olmo3", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+    family("OLMo 3", "olmo3", ALTERNATING),
     family("OLMoE", "olmoe", MOE),
     family("OPT", "opt", ffn_dim=64, word_embed_proj_dim=HIDDEN),
     family("Persimmon", "persimmon"),
@@ -521,16 +460,13 @@ FAMILIES: tuple[Family, ...] = (
     family(
         "XGLM",
         "xglm",
-        base={
-            "vocab_size": VOCABULARY,
+        base=TOKENS
+        | {
             "d_model": HIDDEN,
             "ffn_dim": 64,
             "num_layers": 2,
             "attention_heads": 2,
             "max_position_embeddings": CONTEXT,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 1,
         },
         packed=False,
         notes=INTERFACE,

@@ -10,6 +10,7 @@ from torch import Tensor
 from models.families import FAMILIES
 from rlhfkit import LoRA, SFTModule
 from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model
+from rlhfkit.models.load import disable_dropout
 
 CHOSEN = {family.name: family for family in FAMILIES}
 DENSE = ["Llama", "Gemma 3", "GPT-2", "GPT-NeoX (Pythia)", "Phi 3", "Qwen 3", "Qwen 2 MoE"]
@@ -24,7 +25,8 @@ def folders(tmp_path_factory: Any) -> dict[str, str]:
 
 
 def train(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs and gradients of one pass; of a loss that weighs tokens differently."""
+    """Log-probs and gradients of one pass without dropout; of a loss that weighs tokens differently."""
+    disable_dropout(model)
     output = model(input_ids=IDS, use_cache=False)
     logprobs = output.logits.float().log_softmax(-1)[..., 5]
     (logprobs * torch.linspace(-1, 1, IDS.numel()).view_as(logprobs)).sum().backward()
@@ -40,20 +42,9 @@ def check_equal(first: Any, second: Any) -> None:
 
 @pytest.mark.parametrize("name", DENSE)
 def test_tiles_of_any_size_change_nothing_but_rounding(folders: dict[str, str], name: str) -> None:
-    plain = train(load_causal_lm(folders[name]).eval())
+    plain = train(load_causal_lm(folders[name]))
     for tokens, options in ((5, {}), (True, {}), (1, {"gradient_checkpointing": True})):
-        model = load_causal_lm(folders[name], loading=ModelLoading(tiled_mlp=tokens, **options))
-        check_equal(plain, train(model.eval() if not options else without_dropout(model)))
-
-
-def without_dropout(model: Any) -> Any:
-    """In training mode, as checkpoints need it."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-    return model
+        check_equal(plain, train(load_causal_lm(folders[name], loading=ModelLoading(tiled_mlp=tokens, **options))))
 
 
 def test_tiles_work_with_adapters_and_heads_of_scalars(folders: dict[str, str]) -> None:
@@ -61,7 +52,7 @@ def test_tiles_work_with_adapters_and_heads_of_scalars(folders: dict[str, str]) 
     plain = load_causal_lm(folders["Llama"], lora=LoRA(rank=2))
     torch.manual_seed(0)
     tiled = load_causal_lm(folders["Llama"], lora=LoRA(rank=2), loading=ModelLoading(tiled_mlp=4))
-    check_equal(train(without_dropout(plain)), train(without_dropout(tiled)))
+    check_equal(train(plain), train(tiled))
     critic = load_scalar_model(folders["Llama"], head_std=0.0, loading=ModelLoading(tiled_mlp=4))
     assert sum("forward" in vars(module) for module in critic.modules()) == 2
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from tiny_models import local_engine
 from transformers import AutoModelForCausalLM
 
 from models.families import FAMILIES, Family
-from rlhfkit import LocalEngine, SamplingSpec
+from rlhfkit import SamplingSpec
 from rlhfkit.data import Experience, Prompt, Sample
-from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, policy_output
+from rlhfkit.models import LoRA, load_causal_lm, policy_output
 from rlhfkit.models.attention.packed import PACKED_ATTENTION
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.models.weights.files import save_weights
@@ -128,9 +129,8 @@ def test_log_probs_entropy_and_gradient_are_those_of_each_sequence_alone(family:
 
 def test_samples_of_the_local_engine_have_the_trainers_log_probs(family: Family, root: Path) -> None:
     folder = folder_of(family, root)
-    model, engine = load_causal_lm(str(folder)).eval(), LocalEngine()
-    engine.start(str(folder), dtype=torch.float32)
-    engine.load(ModuleWeights(model), version=0)
+    model = load_causal_lm(str(folder)).eval()
+    engine = local_engine(folder, model)
     prompts = [Prompt(index, prompt) for index, prompt in enumerate(PROMPTS[1:])]
     samples = engine.generate(prompts, SamplingSpec(group_size=2, max_new_tokens=5, seed=3), iteration=0)
     batch = Experience.from_samples(
@@ -158,21 +158,3 @@ def test_what_is_saved_and_exported_says_the_same(family: Family, root: Path, tm
         before, _ = plain_output(plain_model(folder, family), batch)
     torch.testing.assert_close(out.logprobs, saved, rtol=0, atol=TOLERANCE)
     assert not family.lora or (saved - before).abs().max() > 1e-2
-
-
-def test_a_vision_tower_keeps_transformers_attention(root: Path) -> None:
-    """Patches of an image see one another in both directions; our attention is causal."""
-    family = next(family for family in FAMILIES if family.model_type == "gemma3")
-    folder = folder_of(family, root)
-    model = load_causal_lm(
-        str(folder), loading=ModelLoading(attention=PACKED_ATTENTION)
-    ).eval()  # by default padded, as images need
-    plain = plain_model(folder, family)
-    assert (
-        model.config.text_config._attn_implementation
-        == PACKED_ATTENTION
-        != model.config.vision_config._attn_implementation
-    )
-    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
-    ours, theirs = (one.model.vision_tower(pixel_values=pixels).last_hidden_state for one in (model, plain))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

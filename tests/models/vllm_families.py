@@ -44,7 +44,7 @@ from rlhfkit.rollout.weight_sync.source import ModuleWeights
 PROMPT = [5, 17, 40, 63, 22, 9, 31, 77, 50, 12, 88, 41]
 NEW_TOKENS = 12
 fork = get_context("fork")
-LIMIT = 60.0
+LIMIT = 200.0
 """Seconds a step may take; three times that, and the family counts as failed."""
 
 
