@@ -62,6 +62,19 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+ROLES = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+"""A chat template: ``<u>1+1;<a>2;``."""
+
+
+def chat_tokenizer(template: str = ROLES) -> PreTrainedTokenizerFast:
+    """The tiny tokenizer with a chat template."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def tiny_model(path: str | Path, *, tied: bool = True, seed: int = 0, context: int = 512, key_heads: int = 1) -> Path:
     """Save a two-layer Llama (hidden 64, fp32, random) and its tokenizer in a folder that any engine can load.
 

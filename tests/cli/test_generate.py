@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import chat_tokenizer, tiny_model, tiny_tokenizer
 
 from rlhfkit import LocalEngine, Prompt, Sample, SamplingSpec
 from rlhfkit.cli.generate import generate
@@ -109,15 +109,13 @@ def test_columns_can_be_chosen_and_never_clash(model: str, tmp_path: Path) -> No
 
 def test_chat_prompts_go_through_the_template_and_come_back_as_they_were(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model")
-    tokenizer = tiny_tokenizer()
-    said = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"
-    tokenizer.chat_template = said + "{% if add_generation_prompt %}[a]{% endif %}"
+    tokenizer = chat_tokenizer()
     tokenizer.save_pretrained(folder)
     chat = [{"role": "user", "content": "1+1"}]
     output = run(str(folder), tmp_path / "out.jsonl", [{"question": chat}], system="Be brief")
     line = read_lines(output)[0]
     assert line["question"] == chat
-    assert tokenizer.decode(line["prompt_ids"]) == "[s]Be brief[u]1+1[a]"
+    assert tokenizer.decode(line["prompt_ids"]) == "<s>Be brief;<u>1+1;<a>"
 
 
 def test_the_command_line_reaches_sampling_and_engine(model: str, whole: Path, tmp_path: Path) -> None:

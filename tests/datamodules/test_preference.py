@@ -5,15 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tiny_models import tiny_tokenizer
+from tiny_models import chat_tokenizer, tiny_tokenizer
 
 from rlhfkit.datamodules import PreferenceDataModule
 
 Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "chosen": "x" * (i % 4) + str(i + 1), "rejected": "y" * (i % 3 + 1)} for i in range(11)]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
 
 
 def user(content: str) -> dict[str, str]:
@@ -22,12 +19,6 @@ def user(content: str) -> dict[str, str]:
 
 def assistant(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
-
-
-def chat_tokenizer() -> Any:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 def module(data: Any, **options: Any) -> PreferenceDataModule:

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from tiny_models import tiny_tokenizer
+from tiny_models import ROLES, chat_tokenizer, tiny_tokenizer
 
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.datamodules import SFTDataModule
@@ -20,19 +20,12 @@ MARKED = (
     "{% for m in messages %}<{{ m.role[0] }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }};"
     "{% endgeneration %}{% else %}{{ m.content }};{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
-UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 CHAT = [
     {"role": "user", "content": "1"},
     {"role": "assistant", "content": "ab"},
     {"role": "user", "content": "2"},
     {"role": "assistant", "content": "c"},
 ]
-
-
-def chat_tokenizer(template: str) -> Any:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def module(data: Any, **options: Any) -> SFTDataModule:
@@ -81,13 +74,13 @@ def test_plain_text_is_learned_entirely() -> None:
     assert data.examples.targets == [3]  # nothing predicts the first token
 
 
-@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+@pytest.mark.parametrize("template", [MARKED, ROLES])
 def test_only_the_assistants_words_are_learned(template: str) -> None:
     data = module([{"messages": CHAT}], messages="messages", tokenizer=chat_tokenizer(template))
     assert examples(data) == [("<u>1;<a>ab;<u>2;<a>c;$", "________ab;________c;$")]
 
 
-@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+@pytest.mark.parametrize("template", [MARKED, ROLES])
 def test_prompt_of_chat_messages_is_not_learned_even_where_the_assistant_spoke(template: str) -> None:
     row = {"prompt": CHAT[:3], "completion": CHAT[3:]}
     data = module([row], tokenizer=chat_tokenizer(template))
@@ -97,7 +90,7 @@ def test_prompt_of_chat_messages_is_not_learned_even_where_the_assistant_spoke(t
 def test_text_prompts_are_written_as_in_reinforcement_learning() -> None:
     from rlhfkit.datamodules import PromptDataModule
 
-    options = {"tokenizer": chat_tokenizer(UNMARKED), "system": "S"}
+    options = {"tokenizer": chat_tokenizer(), "system": "S"}
     rows = [{"prompt": "1+1=", "completion": "2"}]
     whole, learned = examples(module(rows, **options))[0]
     prompts = PromptDataModule(rows, rollout_batch_size=1, **options)
@@ -105,11 +98,11 @@ def test_text_prompts_are_written_as_in_reinforcement_learning() -> None:
     prompt = tiny_tokenizer().decode(prompts.prompt_queue().take(1)[0].token_ids.tolist())
     assert whole == prompt + "2;$"
     assert learned == "_" * len(prompt) + "2;$"
-    assert examples(module(rows, apply_chat_template=False, tokenizer=chat_tokenizer(UNMARKED)))[0][0] == "1+1=2$"
+    assert examples(module(rows, apply_chat_template=False, tokenizer=chat_tokenizer()))[0][0] == "1+1=2$"
 
 
 def test_template_that_writes_its_own_end_gets_no_second_one() -> None:
-    ending = UNMARKED.replace(";{% else %}", "<eos>{% else %}")
+    ending = MARKED.replace("{% generation %}", "").replace(";{% endgeneration %}", "<eos>")
     data = module([{"messages": CHAT}], messages="messages", tokenizer=chat_tokenizer(ending))
     assert examples(data) == [("<u>1;<a>ab$<u>2;<a>c$", "________ab$________c$")]
 
@@ -133,7 +126,7 @@ def test_marks_that_leave_out_what_ends_a_turn_are_warned_of(caplog: pytest.LogC
 
 
 def test_system_message_is_added_once() -> None:
-    tokenizer = chat_tokenizer(UNMARKED)
+    tokenizer = chat_tokenizer()
     with_system = [{"role": "system", "content": "T"}, *CHAT[:2]]
     rows = [{"messages": CHAT[:2]}, {"messages": with_system}]
     whole = [text for text, _ in examples(module(rows, messages="messages", tokenizer=tokenizer, system="S"))]

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from tiny_models import tiny_tokenizer
+from tiny_models import chat_tokenizer, tiny_tokenizer
 
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats import StepwiseExample, collate_stepwise
@@ -22,9 +22,6 @@ ROWS = [
     {"prompt": "1+1=", "completions": ["a", "bc", "2"], "labels": [True, False, True]},
     {"prompt": "2?", "completions": ["", "dd"], "labels": [False, True]},
 ]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
 
 
 def module(data: Any, **options: Any) -> StepwiseDataModule:
@@ -54,12 +51,9 @@ def test_a_step_is_judged_at_the_end_of_its_separator(write_rows: Write) -> None
 
 
 def test_separators_may_be_long_and_prompts_chats(write_rows: Write) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
     rows = [{"question": [{"role": "user", "content": "1"}], "steps": ["a", "b"], "good": [0.25, 1]}]
-    data = module(
-        write_rows(rows), prompt="question", completions="steps", labels="good", separator="##", tokenizer=tokenizer
-    )
+    columns = {"prompt": "question", "completions": "steps", "labels": "good"}
+    data = module(write_rows(rows), **columns, separator="##", tokenizer=chat_tokenizer())
     assert read(data) == [("<u>1;<a>a##b##", "__________^__^", [0.25, 1.0])]
 
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lazy_module import LazyModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_models import tiny_tokenizer
+from tiny_models import chat_tokenizer, tiny_tokenizer
 
 from rlhfkit.data import StepLoader, TokenBatch
 from rlhfkit.data.batch import TokenExample, collate_tokens
@@ -270,8 +270,7 @@ def test_rows_of_images_are_refused_when_they_are_read() -> None:
 def test_the_first_row_needs_no_types_of_a_table() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
     row = {"messages": [parts, {"role": "assistant", "content": "yo"}], "extra": [1, "a", object()]}
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    tokenizer = chat_tokenizer("{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}")
     data = module(lambda: iter([row]), tokenizer=tokenizer)
     assert tokenizer.decode(taken(data, 1)[0][1]) == "hi<eos>yo<eos>"
     other = {"role": "user", "content": [{"type": "image", "url": "a"}]}
@@ -346,47 +345,46 @@ class Learner(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
+def fit(data: SFTDataModule, folder: Path, *, resume: Any = None, **options: Any) -> tuple[L.Trainer, Learner]:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=bool(options.get("callbacks")),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+    learner = Learner()
+    trainer.fit(learner, data, ckpt_path=resume)
+    return trainer, learner
+
+
 def test_stopped_and_resumed_run_trains_on_the_same_rows(tmp_path: Path, write_rows: Write) -> None:
     """Three steps per epoch: saved inside an epoch and at its end, with a pass over the data ending in between."""
     path = write_rows(ROWS)
 
-    def fit(ckpt_path: Any = None, callbacks: Any = ()) -> Learner:
-        trainer = L.Trainer(
-            accelerator="cpu",
-            max_epochs=3,
-            accumulate_grad_batches=2,
-            callbacks=list(callbacks),
-            logger=False,
-            enable_checkpointing=bool(callbacks),
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-        learner = Learner()
-        trainer.fit(learner, module(path, micro_batch_size=2, validation_data=ROWS[:3]), ckpt_path=ckpt_path)
+    def run(**options: Any) -> Learner:
+        data = module(path, micro_batch_size=2, validation_data=ROWS[:3])
+        trainer, learner = fit(data, tmp_path, max_epochs=3, accumulate_grad_batches=2, **options)
         assert trainer.global_step == 9
         return learner
 
     saver = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    straight = fit(callbacks=[saver])
+    straight = run(callbacks=[saver])
     assert len(straight.seen) == 36
     for step in (1, 3, 4, 6, 8):
-        resumed = fit(tmp_path / "saved" / f"step={step}.ckpt")
+        resumed = run(resume=tmp_path / "saved" / f"step={step}.ckpt")
         assert resumed.seen == straight.seen[4 * step :]
         assert torch.equal(resumed.table, straight.table)
 
 
 def test_loaders_that_are_made_anew_in_each_epoch_go_on_in_the_stream(tmp_path: Path) -> None:
-    def fit(**options: Any) -> list[list[int]]:
-        trainer = L.Trainer(
-            accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=tmp_path, **options,
-        )  # fmt: skip
-        learner = Learner()
-        trainer.fit(learner, module(ROWS, micro_batch_size=2))
-        return learner.seen
-
-    assert fit(reload_dataloaders_every_n_epochs=1) == fit()
+    once, anew = (
+        fit(module(ROWS, micro_batch_size=2), tmp_path, max_epochs=3, reload_dataloaders_every_n_epochs=every)[1].seen
+        for every in (0, 1)
+    )
+    assert anew == once
 
 
 @pytest.mark.parametrize(("passes", "steps"), [(1, 7), (2, 13)])
@@ -395,21 +393,15 @@ def test_a_run_ends_with_the_step_in_which_its_passes_do(
 ) -> None:
     """25 rows, 4 in each step; validation runs at the end, and a resumed run has nothing left to do."""
 
-    def fit(ckpt_path: Any = None) -> tuple[L.Trainer, Learner]:
-        trainer = L.Trainer(
-            accelerator="cpu", max_epochs=9, accumulate_grad_batches=2, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, num_sanity_val_steps=0,
-        )  # fmt: skip
-        learner = Learner()
+    def run(resume: Any = None) -> tuple[L.Trainer, Learner]:
         data = module(write_rows(ROWS), micro_batch_size=2, steps_per_epoch=5, passes=passes, validation_data=ROWS[:3])
-        trainer.fit(learner, data, ckpt_path=ckpt_path)
-        return trainer, learner
+        return fit(data, tmp_path, resume=resume, max_epochs=9, accumulate_grad_batches=2, num_sanity_val_steps=0)
 
-    trainer, learner = fit()
+    trainer, learner = run()
     assert trainer.global_step == steps
     whole = {tuple(ids) for ids in learner.seen}
     assert len(learner.seen) == 4 * steps
     assert len({ids[: len(ids) - ids[::-1].index(1)] for ids in whole}) == 25
     trainer.save_checkpoint(tmp_path / "end.ckpt")
-    again, idle = fit(tmp_path / "end.ckpt")
+    again, idle = run(tmp_path / "end.ckpt")
     assert (again.global_step, idle.seen) == (steps, [])

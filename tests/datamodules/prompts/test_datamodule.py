@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_module import LazyModule
-from tiny_models import tiny_tokenizer
+from tiny_models import chat_tokenizer, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from rlhfkit.datamodules import PromptDataModule
@@ -79,8 +79,7 @@ def test_own_extractor_and_no_answer_column(write_rows: Write) -> None:
 
 
 def test_chat_template_is_used_when_the_tokenizer_has_one(write_rows: Write) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = chat_tokenizer(TEMPLATE)
     path = write_rows(ROWS)
 
     def text(**options: Any) -> str:
@@ -94,8 +93,7 @@ def test_chat_template_is_used_when_the_tokenizer_has_one(write_rows: Write) -> 
 
 
 def test_chat_messages_go_through_the_template(write_rows: Write) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = chat_tokenizer(TEMPLATE)
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
@@ -113,8 +111,7 @@ def test_chat_messages_go_through_the_template(write_rows: Write) -> None:
 @pytest.mark.skipif("not hasattr(datasets, 'Json')", reason="datasets before 4.7 has no column of mixed values")
 def test_texts_and_chat_messages_may_be_in_one_column() -> None:
     """Only texts outside the template get the tokenizer's own token in front."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = chat_tokenizer(TEMPLATE)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
     rows = [{"question": "a"}, {"question": [{"role": "user", "content": "b"}]}, {"question": "c"}]
     source = datasets.Dataset.from_list(rows, on_mixed_types="use_json")

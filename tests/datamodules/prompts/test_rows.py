@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rl_runs import setup_run
-from tiny_models import tiny_tokenizer
+from tiny_models import chat_tokenizer, tiny_tokenizer
 
 from rlhfkit import PreferenceDataModule, PromptDataModule, RolloutCallback, SamplingSpec, SFTDataModule, Validation
 
@@ -26,12 +26,6 @@ def opened(data: Any, **options: Any) -> PromptDataModule:
     made = PromptDataModule(data, **({"rollout_batch_size": 2, "tokenizer": tiny_tokenizer()} | options))
     made.setup("fit")
     return made
-
-
-def chat_tokenizer() -> Any:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 def test_an_empty_prompt_is_found_at_the_start_with_row_and_file(write_rows: Write) -> None:
@@ -109,7 +103,7 @@ class TestSpecialTokensInText:
     def test_chat_messages_are_escaped_and_the_templates_own_tokens_stay(
         self, write_rows: Write, caplog: pytest.LogCaptureFixture
     ) -> None:
-        tokenizer = chat_tokenizer()
+        tokenizer = chat_tokenizer(TEMPLATE)
         row = {"prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b<eos>c<e<eos>os>"}]}
         with caplog.at_level(logging.WARNING):
             prompt = opened(write_rows([row, row]), tokenizer=tokenizer).prompt_queue().take(1)[0]
@@ -134,7 +128,7 @@ class TestSpecialTokensInText:
         ],
     )
     def test_supervised_data_likewise(self, write_rows: Write, kind: Any, row: dict[str, Any]) -> None:
-        tokenizer = chat_tokenizer()
+        tokenizer = chat_tokenizer(TEMPLATE)
         path = write_rows([row] * 2)
 
         def read(**options: Any) -> Any:

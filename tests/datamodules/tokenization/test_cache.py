@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from lazy_module import LazyModule
-from tiny_models import tiny_tokenizer
+from tiny_models import ROLES, chat_tokenizer, tiny_tokenizer
 
 from rlhfkit.datamodules import PreferenceDataModule, SFTDataModule
 from rlhfkit.datamodules.tokenization.cache import TokenCache, fingerprint
@@ -18,9 +18,6 @@ datasets = LazyModule("datasets")
 
 Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "completion": "x" * (i % 5) + str(i + 1)} for i in range(40)]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
 
 
 @pytest.fixture
@@ -67,8 +64,7 @@ def test_a_second_start_does_not_tokenise_and_says_the_same(
 
 def test_what_examples_depend_on_makes_new_ones(write_rows: Write, tokenised: list[int]) -> None:
     path = write_rows(ROWS)
-    templated, other = tiny_tokenizer(), tiny_tokenizer()
-    templated.chat_template = TEMPLATE
+    templated, other = chat_tokenizer(), tiny_tokenizer()
     other.add_special_tokens({"additional_special_tokens": ["+1="]})
     variants: list[dict[str, Any]] = [
         {},
@@ -87,9 +83,7 @@ def test_what_examples_depend_on_makes_new_ones(write_rows: Write, tokenised: li
     for options in variants:
         module(path, **options)
     assert len(tokenised) == len(variants)
-    changed = tiny_tokenizer()
-    changed.chat_template = TEMPLATE.replace("<a>", "<b>")
-    module(path, tokenizer=changed, max_length=40)
+    module(path, tokenizer=chat_tokenizer(ROLES.replace("<a>", "<b>")), max_length=40)
     assert len(tokenised) == len(variants) + 1
 
 
@@ -162,8 +156,7 @@ def test_files_are_whole_or_absent_and_read_lazily(tmp_path: Path) -> None:
 
     messages = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}] * 1200
     broken = [{"messages": [{"role": "assistant", "content": "2"}]}]
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% if messages[0].role != 'user' %}{{ raise_exception('who?') }}{% endif %}" + TEMPLATE
+    tokenizer = chat_tokenizer("{% if messages[0].role != 'user' %}{{ raise_exception('who?') }}{% endif %}" + ROLES)
     with pytest.raises(ValueError, match="row 1200, is not accepted"):
         module([*messages, *broken], tokenizer=tokenizer, cache_dir=tmp_path)
     assert not list(tmp_path.iterdir())

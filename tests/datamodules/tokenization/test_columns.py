@@ -8,35 +8,26 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tiny_models import tiny_tokenizer
+from tiny_models import ROLES, chat_tokenizer
 
 from rlhfkit.datamodules import PromptDataModule, SFTDataModule
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, as_messages, is_chat
 
+from .. import test_sft
+
 Write = Callable[..., str]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};{% endfor %}"
-    "{% if add_generation_prompt %}<a>{{ start }}{% endif %}"
-)
+TEMPLATE = ROLES.replace("<a>", "<a>{{ start }}")
 CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 SHAREGPT = [{"from": "system", "value": "S"}, {"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
 CHAT_READ = ("<u>1;<a>2;$", "________2;$")
 
 
 def module(data: Any, **options: Any) -> SFTDataModule:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    made = SFTDataModule(data, tokenizer=tokenizer, apply_chat_template=False, **options)
-    made.setup("fit")
-    return made
+    return test_sft.module(data, tokenizer=chat_tokenizer(TEMPLATE), apply_chat_template=False, **options)
 
 
 def read(data: SFTDataModule, index: int = 0) -> tuple[str, str]:
-    """The whole text, and what is learned of it, ``_`` for all else."""
-    example = data.examples[index]
-    tokens = ["$" if token == "<eos>" else token for token in tiny_tokenizer().convert_ids_to_tokens(example.input_ids)]
-    learned = "".join(token if mark else "_" for token, mark in zip(tokens, example.loss_mask, strict=True))
-    return "".join(tokens), learned
+    return test_sft.examples(data)[index]
 
 
 @pytest.mark.parametrize(
@@ -124,19 +115,13 @@ def test_a_row_can_have_arguments_of_its_own_for_the_template() -> None:
         {"prompt": CHAT[:1], "completion": CHAT[1:], "chat_template_kwargs": {"start": "x", "other": None}},
         {"prompt": CHAT[:1], "completion": CHAT[1:], "chat_template_kwargs": None},
     ]
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace(
-        ";{% endfor", ";{% if m.role == 'assistant' %}{{ start }}{% endif %}{% endfor"
-    )
-    data = SFTDataModule(rows, tokenizer=tokenizer, chat_template_kwargs={"start": "y"})
-    data.setup()
+    template = TEMPLATE.replace(";{% endfor", ";{% if m.role == 'assistant' %}{{ start }}{% endif %}{% endfor")
+    data = test_sft.module(rows, tokenizer=chat_tokenizer(template), chat_template_kwargs={"start": "y"})
     assert [read(data, index)[0] for index in (0, 1)] == ["<u>1;<a>2;x$", "<u>1;<a>2;y$"]
 
 
 def test_template_arguments_can_be_json_text() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    style = PromptFormatter(tokenizer)
+    style = PromptFormatter(chat_tokenizer(TEMPLATE))
     assert style.for_row({"chat_template_kwargs": '{"start": "z"}'}).prompt("1") == "<u>1;<a>z"
     assert style.for_row({}) is style
     with pytest.raises(ValueError, match="chat_template_kwargs"):
@@ -144,8 +129,7 @@ def test_template_arguments_can_be_json_text() -> None:
 
 
 def test_arguments_of_a_row_reach_prompts_and_their_lengths() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = chat_tokenizer(TEMPLATE)
     rows = [{"prompt": f"{i}", "chat_template_kwargs": {"start": "x"} if i < 2 else None} for i in range(4)]
 
     def prompts(size: int, **options: Any) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import tiny_tokenizer
+from tiny_models import chat_tokenizer, tiny_tokenizer
 
 import rlhfkit
 from rlhfkit.datamodules import Mixture, SFTDataModule
@@ -18,9 +18,7 @@ TEXT = [{"text": f"text {i}"} for i in range(9)]
 
 
 def module(data: Any, **options: Any) -> SFTDataModule:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
-    made = SFTDataModule(data, tokenizer=tokenizer, **options)
+    made = SFTDataModule(data, tokenizer=chat_tokenizer(), **options)
     made.setup("fit")
     return made
 

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from rl_runs import setup_run
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import chat_tokenizer, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer
 
 from rlhfkit import (
@@ -45,9 +45,7 @@ OTHER = "{% for message in messages %}{{ message['role'] }}> {{ message['content
 
 
 def templated(template: str = TEMPLATE) -> Any:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
+    return chat_tokenizer(template)
 
 
 def other_end() -> Any:

@@ -7,12 +7,13 @@ import json
 from typing import Any
 
 import pytest
+from tiny_models import ROLES, chat_tokenizer
 
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
 from rlhfkit.datamodules.tokenization.examples import split_example
 
-from ..test_sft import CHAT, UNMARKED, chat_tokenizer, examples, module
+from ..test_sft import CHAT, examples, module
 
 IDS = [5, 6, 7, 8]
 
@@ -92,7 +93,7 @@ def test_long_rows_are_split_and_counted(caplog: pytest.LogCaptureFixture) -> No
         PreferenceDataModule([{"prompt": "a", "chosen": "b", "rejected": "c"}], overlong="split")
 
 
-TOOLED = "{% if tools %}[{% for t in tools %}{{ t.function.name }}{% endfor %}]{% endif %}" + UNMARKED
+TOOLED = "{% if tools %}[{% for t in tools %}{{ t.function.name }}{% endfor %}]{% endif %}" + ROLES
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {}}}}}
 SUB = {"type": "function", "function": {"name": "sub", "description": "less"}}
 
@@ -106,7 +107,7 @@ def test_tools_of_a_row_are_given_to_its_template() -> None:
     found = [text for text, _ in examples(module(rows, tokenizer=chat_tokenizer(TOOLED)))]
     assert found == ["[addsub]<u>1;<a>ab;$", "<u>1;<a>ab;$", "<u>1;<a>ab;$"]
     as_lists = [{"messages": CHAT[:2], "tools": [ADD]}, {"messages": CHAT[:2], "tools": [SUB]}]
-    shown = "{% if tools %}{{ tools[0].function.keys() | list }}{% endif %}" + UNMARKED
+    shown = "{% if tools %}{{ tools[0].function.keys() | list }}{% endif %}" + ROLES
     first, second = (text for text, _ in examples(module(as_lists, tokenizer=chat_tokenizer(shown))))
     assert "description" not in first, "a table gives every row the keys of all"
     assert "parameters" not in second
@@ -116,9 +117,9 @@ def test_system_and_template_of_a_row_override_those_of_all() -> None:
     rows = [
         {"messages": CHAT[:2], "system": "S", "chat_template_kwargs": None},
         {"messages": CHAT[:2], "system": None, "chat_template_kwargs": None},
-        {"messages": CHAT[:2], "system": "", "chat_template_kwargs": {"chat_template": "*" + UNMARKED}},
+        {"messages": CHAT[:2], "system": "", "chat_template_kwargs": {"chat_template": "*" + ROLES}},
     ]
-    data = module(rows, tokenizer=chat_tokenizer(UNMARKED), system="T")
+    data = module(rows, tokenizer=chat_tokenizer(), system="T")
     assert examples(data) == [
         ("<s>S;<u>1;<a>ab;$", "_____________ab;$"),
         ("<s>T;<u>1;<a>ab;$", "_____________ab;$"),
@@ -144,4 +145,4 @@ def test_prompts_have_tools_and_system_messages_too() -> None:
 )
 def test_what_a_template_cannot_use_is_refused(row: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        SFTDataModule([{"messages": CHAT[:2], **row}], tokenizer=chat_tokenizer(UNMARKED)).setup()
+        SFTDataModule([{"messages": CHAT[:2], **row}], tokenizer=chat_tokenizer()).setup()
