@@ -57,6 +57,20 @@ def prompts_file(folder: Path, rows: int = 40) -> str:
     return str(path)
 
 
+def grpo_settings(model: str | Path, data: str, **trainer: Any) -> dict[str, Any]:
+    """A configuration of ``rlhfkit fit``: GRPO with a pattern as the reward, and what is given of the trainer."""
+    reward = {"class_path": "rlhfkit.rewards.FormatReward", "init_args": {"pattern": "[0-9]+"}}
+    rollouts = {
+        "class_path": "rlhfkit.RolloutCallback",
+        "init_args": {"reward": reward, "sampling": {"group_size": 4, "max_new_tokens": 4}},
+    }
+    return {
+        "model": {"class_path": "rlhfkit.GRPOModule", "init_args": {"model": str(model), "lr": 1e-3}},
+        "data": {"class_path": "rlhfkit.PromptDataModule", "init_args": {"data": data, "rollout_batch_size": 4}},
+        "trainer": trainer | {"callbacks": [rollouts]},
+    }
+
+
 def digit_teacher(folder: Path) -> Path:
     """A tiny model that writes random digits, whatever the prompt: a second of supervised training."""
     from transformers import AutoModelForCausalLM

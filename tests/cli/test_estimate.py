@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rl_runs import grpo_settings
 from tiny_models import tiny_model
 
 from rlhfkit.cli.main import main
@@ -15,31 +16,16 @@ from rlhfkit.cli.main import main
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A configuration of ``fit`` for GPUs that this machine lacks, and a file of prompts that does not exist."""
-    model = tiny_model(tmp_path_factory.mktemp("model"))
-    return {
-        "model": {"class_path": "rlhfkit.GRPOModule", "init_args": {"model": str(model), "kl_coef": 0.1}},
-        "data": {
-            "class_path": "rlhfkit.PromptDataModule",
-            "init_args": {"data": "prompts.jsonl", "rollout_batch_size": 64, "max_prompt_length": 32},
-        },
-        "trainer": {
-            "accelerator": "gpu",
-            "strategy": "rlhf_zero3",
-            "devices": 8,
-            "num_nodes": 2,
-            "precision": "bf16-true",
-            "callbacks": [
-                {
-                    "class_path": "rlhfkit.RolloutCallback",
-                    "init_args": {
-                        "reward": {"class_path": "rlhfkit.rewards.FormatReward", "init_args": {"pattern": "[0-9]+"}},
-                        "engine": {"class_path": "rlhfkit.VLLMPool", "init_args": {"num_engines": 4}},
-                        "sampling": {"group_size": 4, "max_new_tokens": 64},
-                    },
-                }
-            ],
-        },
-    }
+    model, hardware = tiny_model(tmp_path_factory.mktemp("model")), {"devices": 8, "num_nodes": 2}
+    settings = grpo_settings(
+        model, "prompts.jsonl", accelerator="gpu", strategy="rlhf_zero3", precision="bf16-true", **hardware
+    )
+    settings["model"]["init_args"]["kl_coef"] = 0.1
+    settings["data"]["init_args"] |= {"rollout_batch_size": 64, "max_prompt_length": 32}
+    rollouts = settings["trainer"]["callbacks"][0]["init_args"]
+    rollouts["engine"] = {"class_path": "rlhfkit.VLLMPool", "init_args": {"num_engines": 4}}
+    rollouts["sampling"]["max_new_tokens"] = 64
+    return settings
 
 
 @pytest.fixture

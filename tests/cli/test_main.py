@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rl_runs import prompts_file
+from rl_runs import grpo_settings, prompts_file
 from tiny_models import tiny_model
 
 from rlhfkit.cli.errors import of_parser, print_error, short_errors
@@ -55,43 +55,19 @@ def test_an_error_of_somebody_else_keeps_its_traceback(tmp_path: Path, monkeypat
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     """A run of one iteration."""
-    tiny_model(tmp_path / "model")
-    settings = {
-        "model": {"class_path": "rlhfkit.GRPOModule", "init_args": {"model": str(tmp_path / "model"), "lr": 1e-3}},
-        "data": {
-            "class_path": "rlhfkit.PromptDataModule",
-            "init_args": {
-                "data": prompts_file(tmp_path),
-                "answer": "answer",
-                "rollout_batch_size": 4,
-                "micro_batch_size": 8,
-            },
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "max_epochs": 1,
-            "enable_progress_bar": False,
-            "enable_checkpointing": False,
-            "default_root_dir": str(tmp_path),
-            "logger": {
-                "class_path": "lightning.pytorch.loggers.CSVLogger",
-                "init_args": {"save_dir": str(tmp_path)},
-            },
-            "callbacks": [
-                {
-                    "class_path": "rlhfkit.RolloutCallback",
-                    "init_args": {
-                        "reward": {
-                            "class_path": "rlhfkit.rewards.FormatReward",
-                            "init_args": {"pattern": "[0-9]+"},
-                        },
-                        "engine": {"class_path": "rlhfkit.LocalEngine", "init_args": {"max_sequences": 5}},
-                        "sampling": {"group_size": 4, "max_new_tokens": 4},
-                    },
-                }
-            ],
-        },
-    }
+    settings = grpo_settings(
+        tiny_model(tmp_path / "model"),
+        prompts_file(tmp_path),
+        accelerator="cpu",
+        max_epochs=1,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=str(tmp_path),
+        logger={"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path)}},
+    )
+    settings["data"]["init_args"] |= {"answer": "answer", "micro_batch_size": 8}
+    engine = {"class_path": "rlhfkit.LocalEngine", "init_args": {"max_sequences": 5}}
+    settings["trainer"]["callbacks"][0]["init_args"]["engine"] = engine
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path

@@ -9,7 +9,7 @@ import time
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfkit.data import packing
@@ -32,7 +32,6 @@ def totals(lengths: list[int], bins: list[list[int]]) -> list[int]:
     return [sum(lengths[index] for index in rows) for rows in bins]
 
 
-@settings(deadline=None)  # machines are busy
 @given(lengths=token_counts, data=st.data())
 def test_partition_has_every_index_once_and_no_empty_bin(lengths: list[int], data: st.DataObject) -> None:
     num_bins = data.draw(st.integers(1, len(lengths)))
@@ -44,7 +43,6 @@ def test_partition_has_every_index_once_and_no_empty_bin(lengths: list[int], dat
     assert bins == balanced_partition(lengths, num_bins)
 
 
-@settings(deadline=None)  # machines are busy
 @given(lengths=token_counts, data=st.data())
 def test_fullest_bin_is_within_grahams_bound(lengths: list[int], data: st.DataObject) -> None:
     """``mean + (1 - 1/m) * longest`` for m bins (Graham, 1966), which any list schedule keeps."""

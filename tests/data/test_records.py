@@ -39,7 +39,7 @@ def token_fields(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(token_fields())
 def test_fields_read_as_they_were_set(lists: dict[str, Any]) -> None:
     sample = Sample(Prompt(3, lists["token_ids"]), 1, **lists, finish_reason="stop", text="so")
@@ -215,7 +215,7 @@ FLOAT32 = st.floats(width=32)
 PROMPTS = st.lists(INTEGERS, min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(PROMPTS, token_fields(), st.none() | FLOAT32), min_size=1, max_size=4))
 def test_samples_stack_as_token_by_token(rows: list[tuple[list[int], dict[str, Any], float | None]]) -> None:
     samples = []

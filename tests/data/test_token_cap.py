@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfkit.data.packing import MicroBatch
@@ -36,7 +36,6 @@ def per_update(plan: list[list[MicroBatch]], updates: int) -> list[list[MicroBat
     return [[batch for share in plan for batch in share if batch.update == update] for update in range(updates)]
 
 
-@settings(deadline=None)
 @given(iterations, st.integers(1, 200), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.booleans())
 def test_no_micro_batch_is_above_the_cap_and_all_ranks_and_updates_have_equally_many(
     drawn: list[tuple[int, list[int]]], cap: int, updates: int, ranks: int, packed: bool
@@ -65,7 +64,6 @@ def test_no_micro_batch_is_above_the_cap_and_all_ranks_and_updates_have_equally_
                 assert batch.rows[0] in itertools.chain(*own)
 
 
-@settings(deadline=None)
 @given(iterations, st.integers(1, 200), st.sampled_from([1, 2]), st.integers(1, 3), st.integers(2, 4), st.booleans())
 def test_ranks_that_share_micro_batches_have_the_rows_of_one_that_does_not(
     drawn: list[tuple[int, list[int]]], cap: int, updates: int, data: int, together: int, packed: bool
@@ -87,7 +85,6 @@ def test_ranks_that_share_micro_batches_have_the_rows_of_one_that_does_not(
                 assert sum(tokens) <= computed(forward, batch.rows)
 
 
-@settings(deadline=None)
 @given(iterations, st.integers(60, 400), st.booleans())
 def test_there_are_at_most_a_few_micro_batches_more_than_their_tokens_need(
     drawn: list[tuple[int, list[int]]], cap: int, packed: bool
@@ -121,7 +118,6 @@ def test_a_sequence_longer_than_the_cap_is_a_micro_batch_of_its_own() -> None:
         assert plan[0][0].rows == [0]  # it runs first
 
 
-@settings(deadline=None)
 @given(iterations, st.integers(1, 200), st.booleans())
 def test_batches_within_a_cap_have_every_row_once(drawn: list[tuple[int, list[int]]], cap: int, packed: bool) -> None:
     forward, rows = forwards(drawn)[0 if packed else 1], range(1, 4 * len(drawn))

@@ -464,7 +464,7 @@ def test_retry_after_may_be_a_date() -> None:
 
 
 @given(st.text(max_size=60) | st.from_regex(r"[A-Z][a-z]{2}, \d+ [A-Z][a-z]{2} \d+ \d+:\d+:\d+ ([+-]\d+|GMT)"))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_no_header_is_an_error(header: str) -> None:
     assert 0.0 <= parse_retry_after(header) <= MAX_RETRY_AFTER
 
