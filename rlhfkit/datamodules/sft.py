@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import lightning as L
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
@@ -18,6 +19,7 @@ from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, list_sources
 from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, check_columns, describe, no_loader, read_rows
 from rlhfkit.protocols import HasModelLimits
+from rlhfkit.trainer_parts import callbacks_of
 from rlhfkit.validation import check_integer
 
 if TYPE_CHECKING:
@@ -349,12 +351,17 @@ class SFTDataModule(TextDataModule):
     def train_dataloader(self) -> StepLoader[Any]:
         """Micro-batches of this rank, each with the token count of its whole optimizer step."""
         trainer = self._attached_trainer()
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
+            raise ValueError(
+                "GradientAccumulationScheduler changes the optimizer steps, which are planned before the first epoch: "
+                "losses would be means of means; give Trainer(accumulate_grad_batches=...)"
+            )
         if self.streaming:
             return self._train_stream(trainer)
         return self.loader(
             self.examples,
             accumulate=trainer.accumulate_grad_batches,
-            shuffle=self.shuffle,
+            shuffle=self.shuffle and not trainer.overfit_batches,  # type: ignore[attr-defined]  # set outside its class
             epoch=lambda: trainer.current_epoch,
             drop_last=self.drop_last,
             limit_batches=trainer.limit_train_batches,
@@ -383,7 +390,13 @@ class SFTDataModule(TextDataModule):
         """Validation micro-batches, normalised so that the plain mean of their losses is the mean over all tokens."""
         if self.validation_data is None:
             return no_loader()
-        return self.loader(self.validation_examples, accumulate=1, shuffle=False, normalize_over_epoch=True)
+        return self.loader(
+            self.validation_examples,
+            accumulate=1,
+            shuffle=False,
+            normalize_over_epoch=True,
+            limit_batches=self._attached_trainer().limit_val_batches,
+        )
 
     def predict_dataloader(self) -> StepLoader[Any]:
         """Micro-batches of ``data``; in the order of its rows on one rank without a token budget.

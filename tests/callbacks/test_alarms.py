@@ -1,9 +1,12 @@
 """Alarms are triggered once, for metrics out of bounds, and give advice."""
 
 import math
+from pathlib import Path
 
 import pytest
+from rl_runs import digits, fit_run
 
+from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.callbacks.rollout.parts.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 
 
@@ -34,3 +37,10 @@ def test_an_alarm_on_a_metric_that_is_not_logged_says_so_once(caplog: pytest.Log
         "an alarm on rollout/truncated_fractions has nothing to check: iteration 0 logged no such metric; near it are "
         "rollout/truncated_fraction"
     ]
+
+
+def test_a_run_that_ends_inside_an_iteration_names_that_one(tmp_path: Path) -> None:
+    alarms = Alarms([Alarm(metric="rollout/length", low=100.0, advice="longer")])
+    sampling = SamplingSpec(group_size=4, max_new_tokens=8)
+    fit_run(tmp_path, rollouts=RolloutCallback(digits, sampling=sampling, parts=[alarms]), max_steps=1)
+    assert [iteration for iteration, _, _ in alarms.triggered] == [0]

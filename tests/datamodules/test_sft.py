@@ -4,10 +4,12 @@ Covers tokenization/examples.py and tokenization/token_examples.py too.
 """
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from tiny_models import ROLES, chat_tokenizer, tiny_tokenizer
 
 from rlhfkit.data.batch import TokenExample
@@ -190,6 +192,22 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
         epochs.append([tuple(row[row > 0].tolist()) for batch in loader for row in batch.input_ids])
     assert [sorted(one) for one in epochs] == [sorted(tuple(data.examples[index].input_ids) for index in range(11))] * 3
     assert len(set(map(tuple, epochs))) == 3
+
+
+def test_the_trainer_overfits_the_same_rows_in_each_epoch() -> None:
+    data = module(ROWS, micro_batch_size=2)
+    data.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, overfit_batches=2)
+    loader = data.train_dataloader()
+    data.trainer.fit_loop.epoch_progress.current.completed = 3
+    rows = [tuple(row[row > 0].tolist()) for batch in islice(loader, 2) for row in batch.input_ids]
+    assert sorted(rows) == sorted(tuple(data.examples[index].input_ids) for index in range(4))
+
+
+def test_optimizer_steps_that_change_their_size_are_refused() -> None:
+    data = module(ROWS)
+    data.trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[GradientAccumulationScheduler({0: 4})])
+    with pytest.raises(ValueError, match=r"GradientAccumulationScheduler .* give Trainer\(accumulate_grad_batches="):
+        data.train_dataloader()
 
 
 def test_a_row_may_be_as_long_as_the_ranks_that_divide_it_have_room_for() -> None:

@@ -301,7 +301,7 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the iteration and sync the new weights."""
-        finished = self.iteration - 1
+        finished = self.iteration if self._inside_iteration else self.iteration - 1  # max_steps ends a run inside one
         # The numbers are the same on every rank; sync_dist only tells Lightning so.
         pl_module.log_dict(self._metrics, sync_dist=True)
         pl_module.log_dict(slowest(run_on_all_ranks(lambda: self.timing.metrics(finished))), sync_dist=True)

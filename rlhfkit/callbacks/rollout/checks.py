@@ -162,8 +162,8 @@ def check_whole_iterations(trainer: L.Trainer) -> None:
     """Raise ValueError if the Trainer would leave out micro-batches of an iteration."""
     if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside its class
         raise ValueError(
-            f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away: lower "
-            "PromptDataModule(rollout_batch_size=...) instead"
+            f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away, and so would "
+            "overfit_batches: lower PromptDataModule(rollout_batch_size=...) instead"
         )
 
 

@@ -196,6 +196,11 @@ class Step(NamedTuple):
         return min((row for rows in self.micro_batches for row in rows), key=lambda row: self.lengths[row])
 
 
+def batches_used(batches: int, limit: int | float) -> int:
+    """Micro-batches of an epoch of so many, at least 1, under ``Trainer(limit_train_batches)`` and its like."""
+    return max(1, min(batches, limit) if isinstance(limit, int) else int(batches * limit))
+
+
 class TableSteps:
     """The steps of epochs over a table of examples."""
 
@@ -208,6 +213,7 @@ class TableSteps:
         seed: int,
         drop_last: bool,
         normalize_over_epoch: bool,
+        limit_batches: int | float,
     ) -> None:
         self.examples = examples
         self.lengths = examples.lengths
@@ -217,6 +223,7 @@ class TableSteps:
         self.seed = seed
         self.drop_last = drop_last
         self.normalize_over_epoch = normalize_over_epoch
+        self.limit_batches = limit_batches
         self._bins: list[list[int]] | None = None
         if sizes.max_tokens_per_micro_batch is not None:
             ties = permutation(len(self.lengths), seed=seed, number=-1) if shuffle else None
@@ -253,7 +260,10 @@ class TableSteps:
         order, size = self.order(epoch), self.sizes.global_batch_size
         if self.drop_last:
             order = order[: len(order) // size * size]
-        epoch_totals = self._totals(order, len(self)) if self.normalize_over_epoch else None
+        epoch_totals = None
+        if self.normalize_over_epoch:
+            used = batches_used(len(self), self.limit_batches)
+            epoch_totals = self._totals(order[: ceil(used / self.sizes.accumulate) * size], used)
         for first in range(start // self.sizes.accumulate * size, len(order), size):
             units = order[first : first + size]
             totals = epoch_totals or self._totals(units, self.sizes.accumulate)
@@ -413,7 +423,8 @@ class StepLoader(Generic[B]):
             drop_last: Skip a step that is not full.
             normalize_over_epoch: Totals of the epoch instead of the step, so the plain mean over batches is exact
                 (validation).
-            limit_batches: Micro-batches, or share of them, that an epoch has (``Trainer(limit_train_batches)``).
+            limit_batches: Micro-batches, or share of them, that an epoch has (``Trainer(limit_train_batches)``, of
+                validation ``limit_val_batches``).
             on_last_batch: Called before the last micro-batch of each step of a stream, with the position after it.
 
         Raises:
@@ -439,6 +450,7 @@ class StepLoader(Generic[B]):
                 seed=seed,
                 drop_last=drop_last,
                 normalize_over_epoch=normalize_over_epoch,
+                limit_batches=limit_batches,
             )
         else:
             self.schedule = StreamSteps(cast(ExampleStream, examples), steps_per_epoch, sizes, self.complete)
@@ -503,8 +515,7 @@ class StepLoader(Generic[B]):
 
     def state_dict_before(self, batches: int) -> dict[str, Any]:
         """The state ``batches`` batches of the last step ago, to repeat those that no optimizer step has used."""
-        limit = self.limit_batches
-        used = max(1, min(len(self), limit) if isinstance(limit, int) else int(len(self) * limit))
+        used = batches_used(len(self), self.limit_batches)
         inside = batches > 0 or (self._position < used and self._position % self.sizes.accumulate != 0)
         return {"position": (self._position - batches) % used, **self.schedule.state_dict(inside=inside)}
 

@@ -213,6 +213,19 @@ def test_whole_epoch_totals_make_the_plain_mean_of_losses_exact() -> None:
         torch.testing.assert_close(torch.stack(losses).mean(), exact, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("limit", [3, 0.5])
+def test_the_totals_of_a_limited_epoch_are_those_of_its_batches(limit: float) -> None:
+    examples = make_examples(29, seed=3)
+    few = loader(examples, micro_batch_size=4, shuffle=False, normalize_over_epoch=True, limit_batches=limit)
+    everything = collate_tokens([examples[row] for row in few.schedule.order(0)[: 3 * 4 if limit == 3 else 4 * 4]])
+    losses = [
+        aggregate(batch.input_ids[:, 1:].double(), batch.loss_mask, "token-mean", batch.token_denominator)
+        for batch in itertools.islice(few, 3 if limit == 3 else 4)
+    ]
+    exact = aggregate(everything.input_ids[:, 1:].double(), everything.loss_mask)
+    torch.testing.assert_close(torch.stack(losses).mean(), exact, rtol=1e-12, atol=0)
+
+
 def test_epochs_are_shuffled_by_seed_and_epoch_alone() -> None:
     examples = make_examples(30)
     one = loader(examples, micro_batch_size=4, seed=5)
