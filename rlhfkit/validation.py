@@ -10,7 +10,7 @@ import numbers
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from rlhfkit.argument_names import hint
 
@@ -146,7 +146,18 @@ def function_name(function: Callable[..., Any]) -> str:
     return name if found is function else f"<{name}: not importable>"
 
 
-GivenFunction = str | Mapping[str, Any] | Callable[..., Any]
+class AnyFunction(Protocol):
+    """Whatever can be called.
+
+    For a ``Callable`` with types of arguments jsonargparse 4 makes what a ``class_path`` names, and refuses a function.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        ...
+
+
+GivenFunction = str | Mapping[str, Any] | AnyFunction
 """A function, its dotted name, or as in YAML ``{class_path: ..., init_args: ...}`` of one that takes more arguments, or
 of a class whose objects are called."""
 

@@ -15,11 +15,12 @@ from rlhfkit.losses import Aggregation, LossOutput, mean_metric, ppo_loss, weigh
 from rlhfkit.models import LoRA, ModelLoading, PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.forward_passes import ForwardPasses
-from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages, PolicyLoss, check_advantages
+from rlhfkit.modules.on_policy.functions import AdvantageFunction, PolicyLoss, check_advantages
 from rlhfkit.modules.on_policy.placed_models import PlacedModels
 from rlhfkit.modules.on_policy.ranks import Ranks, local_rows
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.parts import GivenPart, Part, Stage, arrange, describe, overriding, plain_value
+from rlhfkit.validation import GivenFunction
 
 
 class OnPolicyModule(PolicyModule):
@@ -68,7 +69,7 @@ class OnPolicyModule(PolicyModule):
         model: str,
         *,
         lr: float = 1e-6,
-        advantages: GivenAdvantages | None = None,
+        advantages: GivenFunction | None = None,
         policy_loss: str | Callable[..., LossOutput] = ppo_loss,
         policy_loss_arguments: Mapping[str, Any] | None = None,
         clip_low: float | None = None,

@@ -3,17 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from rlhfkit.losses import Aggregation, LossOutput, dapo_loss
 from rlhfkit.losses.distillation import Divergence
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
-from rlhfkit.modules.on_policy.functions import GivenAdvantages
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.parts import GivenPart, given_or, make_part, plain_value
 from rlhfkit.roles import ModelPool, ServedModel
-from rlhfkit.validation import check_number, refuse_without_effect
+from rlhfkit.validation import GivenFunction, check_number, refuse_without_effect
 
 
 class OnPolicyDistillationModule(OnPolicyModule):
@@ -73,10 +72,10 @@ class OnPolicyDistillationModule(OnPolicyModule):
         teacher: str | ModelPool | ServedModel | Mapping[str, str] | None = None,
         *,
         lr: float = 1e-6,
-        divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | Mapping[str, Any] | None = None,
+        divergence: Divergence | GivenFunction | None = None,
         reward_coef: float = 0.0,
         kl_coef: float = 0.0,
-        advantages: GivenAdvantages | None = None,
+        advantages: GivenFunction | None = None,
         policy_loss: str | Callable[..., LossOutput] = dapo_loss,
         policy_loss_arguments: Mapping[str, Any] | None = None,
         clip_low: float | None = None,

@@ -19,6 +19,7 @@ from rlhfkit.losses.policy.sequence import check_advantages_of_sequences
 from rlhfkit.modules.on_policy.ranks import inner_function
 from rlhfkit.parts import Part, arguments_of, overriding, part_name, plain_function
 from rlhfkit.validation import (
+    GivenFunction,
     check_integer,
     check_number,
     function_name,
@@ -35,10 +36,6 @@ def bound_arguments(function: Callable[..., Any]) -> set[str]:
         bound |= function.keywords.keys()
         function = function.func
     return bound
-
-
-GivenAdvantages = str | Mapping[str, Any] | Callable[..., Tensor]
-"""A function, see :data:`~rlhfkit.validation.GivenFunction`."""
 
 
 class AdvantageFunction:
@@ -65,7 +62,7 @@ class AdvantageFunction:
         ValueError: If there is no such function, or it needs arguments of other names.
     """
 
-    def __init__(self, function: GivenAdvantages, arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, function: GivenFunction, arguments: Mapping[str, Any] | None = None) -> None:
         self.named: Any
         """Function or class, without the arguments."""
         self.named, own = named_function(function, "advantages", home="rlhfkit.losses")

@@ -7,11 +7,11 @@ from rlhfkit.losses import Aggregation, LossOutput, dapo_loss
 from rlhfkit.losses.advantages.group import AdvantageScale
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
-from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
+from rlhfkit.modules.on_policy.functions import AdvantageFunction
 from rlhfkit.modules.on_policy.presets import Preset, with_preset
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.parts import GivenPart, Stage, make_part
-from rlhfkit.validation import refuse_without_effect
+from rlhfkit.validation import GivenFunction, refuse_without_effect
 
 
 class GRPOModule(OnPolicyModule):
@@ -65,7 +65,7 @@ class GRPOModule(OnPolicyModule):
         clip_low: float | None = None,
         clip_high: float | None = None,
         kl_coef: float | None = None,
-        advantages: GivenAdvantages | None = None,
+        advantages: GivenFunction | None = None,
         advantage_scale: AdvantageScale | None = None,
         policy_loss: str | Callable[..., LossOutput] | None = None,
         policy_loss_arguments: Mapping[str, Any] | None = None,

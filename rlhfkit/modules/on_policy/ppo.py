@@ -6,11 +6,10 @@ from typing import Any
 from rlhfkit.losses import Aggregation, LossOutput, ppo_loss
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
-from rlhfkit.modules.on_policy.functions import GivenAdvantages
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.parts import GivenPart, given_or, make_part, plain_value
 from rlhfkit.roles import CriticPool, ModelPool
-from rlhfkit.validation import check_number
+from rlhfkit.validation import GivenFunction, check_number
 
 
 class PPOModule(OnPolicyModule):
@@ -76,7 +75,7 @@ class PPOModule(OnPolicyModule):
         clip_low: float | None = None,
         clip_high: float | None = None,
         whiten_advantages: bool = True,
-        advantages: GivenAdvantages | None = None,
+        advantages: GivenFunction | None = None,
         policy_loss: str | Callable[..., LossOutput] = ppo_loss,
         policy_loss_arguments: Mapping[str, Any] | None = None,
         aggregation: Aggregation | None = None,

@@ -16,9 +16,9 @@ from rlhfkit.data.types import GREEDY_REWARD, Experience
 from rlhfkit.losses import discounted_returns, group_advantages, masked_sum
 from rlhfkit.losses.advantages.group import AdvantageScale
 from rlhfkit.losses.advantages.rewards import token_rewards
-from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
+from rlhfkit.modules.on_policy.functions import AdvantageFunction
 from rlhfkit.parts import Part, Stage, part_name
-from rlhfkit.validation import check_number
+from rlhfkit.validation import GivenFunction, check_number
 
 
 class GroupAdvantages(Part):
@@ -75,9 +75,7 @@ class AdvantagesBy(Part):
     stage, writes = Stage.CREDIT, ("advantages",)
     may_read: tuple[str, ...] = ("token_penalty",)
 
-    def __init__(
-        self, function: GivenAdvantages | AdvantageFunction, arguments: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, function: GivenFunction | AdvantageFunction, arguments: Mapping[str, Any] | None = None) -> None:
         given = function if isinstance(function, AdvantageFunction) else AdvantageFunction(function, arguments)
         self.estimator = given
         self.function, self.arguments = given.named, dict(given.arguments)

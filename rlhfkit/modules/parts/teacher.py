@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ from rlhfkit.roles import ModelPool, ServedModel
 from rlhfkit.roles.frozen_model import FrozenModel
 from rlhfkit.roles.replica import Role
 from rlhfkit.trainer_parts import datamodule_of
-from rlhfkit.validation import check_number, refuse_without_effect
+from rlhfkit.validation import GivenFunction, check_number, refuse_without_effect
 
 
 class Teacher(Part):
@@ -203,7 +203,7 @@ class DivergenceLoss(Part):
 
     def __init__(
         self,
-        divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | Mapping[str, Any],
+        divergence: Divergence | GivenFunction,
         coef: float = 1.0,
         *,
         top_k: int | None = None,

@@ -1,7 +1,7 @@
 """``DPOModule``: direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290) and its variants."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -73,7 +73,7 @@ class DPOModule(PreferenceModule):
         beta: float = 0.1,
         loss_type: GivenLosses = "sigmoid",
         label_smoothing: float = 0.0,
-        divergence: Divergence | Mapping[str, Any] | Callable[[Tensor], Tensor] = "reverse_kl",
+        divergence: Divergence | GivenFunction = "reverse_kl",
         nll_coef: float = 0.0,
         ld_alpha: float | None = None,
         use_weighting: bool = False,

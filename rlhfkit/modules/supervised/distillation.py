@@ -1,7 +1,7 @@
 """``DistillationModule``: train a student on the next-token distributions of a teacher (Hinton et al., 2015)."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from rlhfkit.modules.teachers import checked_divergence, load_teacher
 from rlhfkit.parts import GivenPart, plain_value
 from rlhfkit.roles import ServedModel
 from rlhfkit.roles.served_model import MAX_TOP
-from rlhfkit.validation import check_number
+from rlhfkit.validation import GivenFunction, check_number
 
 
 class DistillationModule(PolicyModule):
@@ -64,7 +64,7 @@ class DistillationModule(PolicyModule):
         teacher: str | ServedModel,
         *,
         lr: float = 5e-6,
-        divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | Mapping[str, Any] = "forward_kl",
+        divergence: Divergence | GivenFunction = "forward_kl",
         temperature: float = 1.0,
         distillation_coef: float = 1.0,
         top_k: int | None = None,

@@ -334,6 +334,7 @@ def test_an_estimator_with_arguments_is_given_in_yaml() -> None:
             pass_at_k_advantages(rewards, group, k=2),
         ),
         ({"advantages": powers}, rewards**3),
+        ({"advantages": PASS}, pass_at_k_advantages(rewards, group, k=2)),
     ):
         parser = jsonargparse.ArgumentParser()
         parser.add_class_arguments(GRPOModule, "model")
