@@ -23,6 +23,16 @@ from rlhfkit import (
 )
 from rlhfkit.distributed import gather_objects
 
+RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+"""Of this process, and those of its launch. Read once: Lightning deletes WORLD_SIZE when a fit ends."""
+
+
+def on_all_ranks(strategy: str = "ddp") -> dict[str, Any]:
+    """Arguments of a Trainer for a fit on all ranks, which may be one."""
+    if RANKS > 1:
+        os.environ["WORLD_SIZE"] = str(RANKS)
+    return {"strategy": strategy if RANKS > 1 else "auto", "devices": RANKS, "use_distributed_sampler": False}
+
 
 def digits(samples: Sequence[Sample]) -> list[float]:
     """Share of digits among eight characters."""
@@ -163,7 +173,7 @@ def samples_of_all_ranks(rollouts: RolloutCallback) -> list[Sample]:
     return [sample for _, sample in sorted(everyone, key=lambda each: each[0])]
 
 
-def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str, Any]:
+def train_on_ranks(folder: Path, strategies: list[str]) -> dict[str, Any]:
     """Entry point of a rank: the same run under each strategy.
 
     ``"ddp shared"``: with one engine for all ranks; ``"ddp stream"``: with a stream of prompts, after the first
@@ -176,23 +186,21 @@ def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str,
         saved = folder.parent / "stream.ckpt" if option == ["stream"] else None
         sampling = SamplingSpec(group_size=4, max_new_tokens=8)
         trainer, module, data, rollouts = setup_run(
-            folder / f"rank{os.environ['LOCAL_RANK']}",  # ranks must not write the same model
+            folder / f"rank{RANK}",  # ranks must not write the same model
             module=PlainGRPO,
             module_arguments={"lr": 0.05, "kl_coef": 0.01},
-            data_arguments={"micro_batch_size": 8 // world}
+            data_arguments={"micro_batch_size": 8 // RANKS}
             | ({"streaming": True, "shuffle_buffer_size": 16} if saved else {}),
             rollouts=RolloutCallback(digits, engine=engine, sampling=sampling),
             callbacks=[RunReport(str(folder / f"{name}.html"))],
-            strategy=strategy,
-            devices=world,
-            use_distributed_sampler=False,
+            **on_all_ranks(strategy),
         )
         total: list[float] = []
         tokens: list[list[int]] = []
 
         class Keep(L.Callback):
             def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-                if saved and world == 1 and trainer.is_last_batch and not trainer.current_epoch:  # noqa: B023
+                if saved and RANKS == 1 and trainer.is_last_batch and not trainer.current_epoch:  # noqa: B023
                     trainer.save_checkpoint(saved)  # noqa: B023
 
             def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -204,7 +212,7 @@ def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str,
                 total.extend(float(tensor.double().abs().sum()) for _, tensor in ModuleWeights(pl_module.policy))  # noqa: B023
 
         trainer.callbacks.append(Keep())
-        trainer.fit(module, data, ckpt_path=saved if world > 1 else None)
+        trainer.fit(module, data, ckpt_path=saved if RANKS > 1 else None)
         results[name] = {
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "tokens": tokens,

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_runs import PlainGRPO, digits, fit_run, samples_of_all_ranks, setup_run, weights
+from rl_runs import RANK, RANKS, PlainGRPO, digits, fit_run, on_all_ranks, samples_of_all_ranks, setup_run, weights
 from shared_pool import SharedPool
 from strategies import ranks
 from tiny_models import tiny_model, tiny_tokenizer
@@ -382,11 +381,10 @@ def test_a_recorded_run_is_replayed_without_its_function(tmp_path: Path) -> None
     assert all(torch.equal(weights(module)[name], tensor) for name, tensor in weights(again).items())
 
 
-def on_ranks(folder: Path, world: int) -> dict[str, Any]:
+def on_ranks(folder: Path) -> dict[str, Any]:
     """Entry point of a rank: what is sampled, and the weights after two iterations."""
-    rank, results = os.environ["LOCAL_RANK"], {}
+    results = {}
     for name, group in (("all together", all_together), ("shortest", shortest)):
-        os.environ["WORLD_SIZE"] = str(world)
         rollouts = RolloutCallback(digits, sampling=SAMPLING, group=group)
         seen: list[list[int]] = []
 
@@ -395,15 +393,13 @@ def on_ranks(folder: Path, world: int) -> dict[str, Any]:
                 seen.extend(tokens(samples_of_all_ranks(rollouts)))  # noqa: B023
 
         _, module, _ = fit_run(
-            folder / f"rank{rank}",
+            folder / f"rank{RANK}",
             module=PlainGRPO,
             module_arguments={"lr": 0.05},
-            data_arguments={"micro_batch_size": 8 // world},
+            data_arguments={"micro_batch_size": 8 // RANKS},
             rollouts=rollouts,
             callbacks=[Keep()],
-            strategy="ddp" if world > 1 else "auto",
-            devices=world,
-            use_distributed_sampler=False,
+            **on_all_ranks(),
         )
         results[name] = seen, [float(tensor.double().abs().sum()) for tensor in weights(module).values()]
     return results
@@ -411,8 +407,8 @@ def on_ranks(folder: Path, world: int) -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_two_ranks_make_the_samples_of_one_and_learn_the_same(tmp_path: Path) -> None:
-    alone = ranks.run("rollout.test_groups:on_ranks", 1, tmp_path / "one", world=1)[0]
-    both = ranks.run("rollout.test_groups:on_ranks", 2, tmp_path / "two", world=2)[0]
+    alone = ranks.run("rollout.test_groups:on_ranks", 1, tmp_path / "one")[0]
+    both = ranks.run("rollout.test_groups:on_ranks", 2, tmp_path / "two")[0]
     for name, (seen, found) in alone.items():
         assert both[name][0] == seen, name
         assert both[name][1] == pytest.approx(found, rel=1e-5), name

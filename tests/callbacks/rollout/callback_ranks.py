@@ -1,21 +1,28 @@
 """Functions that ranks run for the tests of rollouts on two ranks: several short fits in one process."""
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from rl_runs import PlainGRPO, SaveAt, SharedEngine, digits, samples_of_all_ranks, setup_run, weights
+from rank_store_ranks import raised
+from rl_runs import (
+    RANK,
+    PlainGRPO,
+    SaveAt,
+    SharedEngine,
+    digits,
+    on_all_ranks,
+    samples_of_all_ranks,
+    setup_run,
+    weights,
+)
 
 from rlhfkit import DynamicSampling, LocalEngine, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.distributed import gather_objects
 from rlhfkit.modules.parts import RewardModel
 from rlhfkit.rollout.weight_sync import source
-
-# Read once: Lightning deletes WORLD_SIZE from the environment when a fit ends.
-RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 class Rows(L.Callback):
@@ -40,20 +47,14 @@ class Dying(LocalEngine):
 
 def prepare(folder: Path, strategy: str, **arguments: Any) -> Any:
     """A run of ``rl_runs`` on two ranks."""
-    os.environ["WORLD_SIZE"] = str(RANKS)
-    folder = folder / f"rank{RANK}"  # ranks must not write the same model
-    shared = {"strategy": strategy, "devices": RANKS, "use_distributed_sampler": False}
-    return setup_run(folder, **(shared | {"data_arguments": {"micro_batch_size": 4}} | arguments))
+    given = on_all_ranks(strategy) | {"data_arguments": {"micro_batch_size": 4}} | arguments
+    return setup_run(folder / f"rank{RANK}", **given)  # ranks must not write the same model
 
 
 def failure(folder: Path, strategy: str, **arguments: Any) -> str:
     """What fitting raises."""
     trainer, module, data, _ = prepare(folder, strategy, **arguments)
-    try:
-        trainer.fit(module, data)
-    except Exception as error:  # the test reads what each rank says
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return raised(lambda: trainer.fit(module, data))[0]
 
 
 def seldom(samples: Sequence[Sample]) -> list[float]:

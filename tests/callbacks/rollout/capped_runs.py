@@ -1,17 +1,14 @@
 """Small runs whose micro-batches have a cap of tokens and whose samples grow, for ``test_micro_batching.py``."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from rl_runs import PlainGRPO, digits, setup_run
+from rl_runs import RANK, PlainGRPO, digits, on_all_ranks, setup_run
 
 from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.models.forward import forward_of, unwrap
 from rlhfkit.rollout import ModuleWeights
-
-RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 class Growing(LocalEngine):
@@ -91,8 +88,7 @@ def scattered(folder: Path, strategies: list[str]) -> dict[str, Any]:
     """
     report: dict[str, Any] = {}
     for strategy in strategies:
-        os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
-        arguments = capped(5) | {"strategy": strategy, "devices": RANKS, "use_distributed_sampler": False}
+        arguments = capped(5) | on_all_ranks(strategy)
         arguments["data_arguments"]["rollout_batch_size"] = 6
         rollouts = RolloutCallback(digits, engine=Growing(), sampling=SamplingSpec(group_size=3, max_new_tokens=16))
         watch = Watch()

@@ -1,18 +1,15 @@
 """Small runs with several epochs over an iteration, for ``test_epochs.py``."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from plain_sgd import PlainSGD
-from rl_runs import PlainGRPO, ahead, digits, weights
+from rl_runs import RANK, RANKS, PlainGRPO, ahead, digits, on_all_ranks, weights
 
 from callbacks.rollout import capped_runs
 from callbacks.rollout.capped_runs import Growing, Watch, capped
 from rlhfkit import OnlineDPOModule, PPOModule, RolloutCallback, SamplingSpec
-
-RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 class OldLogprobs:
@@ -52,7 +49,6 @@ PPO_ARGUMENTS = {"module": PPO, "module_arguments": {"critic_lr": 0.05, "kl_coef
 
 def fit(folder: Path, *, epochs: int = 3, resume: Any = None, cap: int | None = None, **arguments: Any) -> Any:
     """Two iterations of 8 prompts x 4 growing samples, two updates of two micro-batches each epoch unless told."""
-    os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
     watch = arguments.pop("watch", None) or Watch()
     updates = arguments.pop("updates", 2)
     given: dict[str, Any] = {"module": GRPO, "max_epochs": 2, "callbacks": [watch, *arguments.pop("more", [])]}
@@ -63,6 +59,7 @@ def fit(folder: Path, *, epochs: int = 3, resume: Any = None, cap: int | None = 
     parts = ahead(arguments.pop("max_staleness", 0))
     given["rollouts"] = RolloutCallback(digits, engine=Growing(), sampling=sampling, parts=parts)
     given["data_arguments"] |= {"epochs_per_iteration": epochs, **arguments.pop("data_arguments", {})}
+    given |= on_all_ranks(arguments.pop("strategy", "auto"))
     trainer, module, data, rollouts = capped_runs.run(folder, **given | arguments)
     trainer.fit(module, data, ckpt_path=resume)
     return trainer, module, watch, rollouts
@@ -82,19 +79,18 @@ def on_ranks(folder: Path, runs: dict[str, list[str]]) -> dict[str, Any]:
     report: dict[str, Any] = {}
     own = folder / f"rank{RANK}"
     for strategy, names in runs.items():
-        shared = {"strategy": strategy, "devices": RANKS, "use_distributed_sampler": False}
         for name in names:
-            arguments, path = ON_RANKS[name], folder / f"{name}.ckpt"
+            arguments, path = ON_RANKS[name] | {"strategy": strategy}, folder / f"{name}.ckpt"
             # DDP saves the micro-batches of rank 0 only, and cannot resume inside an iteration.
             stopped = strategy != "ddp" and name == "capped"
             straight = Watch(path, after=7) if stopped else Watch()
-            trainer, module, watch, _ = fit(own, **shared, **arguments, watch=straight)
+            trainer, module, watch, _ = fit(own, **arguments, watch=straight)
             most = max(map(max, watch.tokens))
             report[f"{strategy}, {name}"] = {"weights": watch.weights, "steps": trainer.global_step, "tokens": most}
             if not stopped:
                 continue
             expected = weights(module)
-            _, resumed, rest, _ = fit(own, **shared, **arguments, resume=str(path))
+            _, resumed, rest, _ = fit(own, **arguments, resume=str(path))
             report[f"{strategy}, {name}, resumed"] = {
                 "same weights": all(torch.equal(tensor, expected[key]) for key, tensor in weights(resumed).items()),
                 "same rows": rest.rows == straight.rows[-len(rest.rows) :],

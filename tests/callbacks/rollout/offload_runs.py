@@ -1,14 +1,13 @@
 """Runs whose training states leave the device while an engine generates that wants the memory."""
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from rl_runs import digits, fit_run
+from rl_runs import RANK, RANKS, digits, fit_run, on_all_ranks
 from tiny_models import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -136,20 +135,17 @@ def run(
 
 def on_ranks(folder: Path) -> list[dict[str, Any]]:
     """Entry point of a rank: PPO at ZeRO 3 with a reference and a reward model, without and with offloading."""
-    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    folder = folder / f"rank{rank}"
+    folder = folder / f"rank{RANK}"
     found = []
     for offload in (False, True):
-        os.environ["WORLD_SIZE"] = str(ranks)  # Lightning deletes it when a fit ends
         found.append(
             run(
                 folder,
                 offload=offload,
                 module=OwnPPO,
                 module_arguments={"parts": [RewardModel(reward_model(folder)).plain()], "kl_coef": 0.01, "lr": 1e-3},
-                data_arguments={"micro_batch_size": 8 // ranks},
-                strategy="rlhf_zero3",
-                devices=ranks,
+                data_arguments={"micro_batch_size": 8 // RANKS},
+                **on_all_ranks("rlhf_zero3"),
             )
         )
     return found

@@ -11,7 +11,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from rl_runs import PlainGRPO, digits, fit_run, only_odd, samples_of_all_ranks, weights
+from rank_store_ranks import raised
+from rl_runs import RANK, RANKS, PlainGRPO, digits, fit_run, on_all_ranks, only_odd, samples_of_all_ranks, weights
 
 from rlhfkit import (
     DynamicSampling,
@@ -27,7 +28,6 @@ from rlhfkit import (
 from rlhfkit.datamodules.prompts.curriculum import BySuccess
 from rlhfkit.distributed import gather_objects
 
-RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 BY_TOKENS = {
     "parts": [{"class_path": "rlhfkit.modules.parts.token_filters.TopEntropy", "init_args": {"fraction": 0.3}}],
@@ -92,7 +92,6 @@ class Keep(L.Callback):
 def fit(
     folder: Path, rollouts: RolloutCallback, *callbacks: L.Callback, epochs: int = 2, given: Any = None, **data: Any
 ) -> Any:
-    os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
     keep = Keep()
     trainer, module, _ = fit_run(
         folder / f"rank{RANK}",  # ranks must not write the same model
@@ -100,9 +99,7 @@ def fit(
         module_arguments={"lr": 0.05, "kl_coef": 0.01} | (given or {}),
         rollouts=rollouts,
         callbacks=[keep, *callbacks],
-        strategy="ddp" if RANKS > 1 else "auto",
-        devices=RANKS,
-        use_distributed_sampler=False,
+        **on_all_ranks(),
         max_epochs=epochs,
         accumulate_grad_batches=1,
         data_arguments={"rollout_batch_size": 6, "micro_batch_size": 12 // RANKS, **data},
@@ -118,12 +115,7 @@ def report(fitted: Any) -> dict[str, Any]:
 
 
 def failure(folder: Path, **arguments: Any) -> list[Any]:
-    begin = time.monotonic()
-    try:
-        fit(folder, RolloutCallback(sampling=SAMPLING, **arguments), epochs=1)
-    except Exception as error:
-        return [f"{type(error).__name__}: {error}", time.monotonic() - begin]
-    return ["no error", time.monotonic() - begin]
+    return [*raised(lambda: fit(folder, RolloutCallback(sampling=SAMPLING, **arguments), epochs=1))]
 
 
 def runs(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from rl_runs import ahead, digits, fit_run, only_odd, samples_of_all_ranks, setup_run
+from rl_runs import RANK, ahead, digits, fit_run, on_all_ranks, only_odd, samples_of_all_ranks, setup_run
 from strategies import ranks
 from waiting import LIMIT
 
@@ -227,19 +227,15 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def train_ahead_on_ranks(folder: Path) -> dict[str, Any]:
     """Entry point of a rank: a run ahead, and two that also select groups and publish in flight."""
-    import os
-
-    folder = folder / f"rank{os.environ['LOCAL_RANK']}"
-    ranks = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
     report: dict[str, Any] = {}
     for name, arguments in RUNS.items():
-        os.environ["WORLD_SIZE"] = "2"  # Lightning deletes it when a fit ends
         watch = Watch()
         reward = digits if name == "plain" else only_odd
         rollouts = RolloutCallback(reward, sampling=SAMPLING, **arguments)
         epochs = 4 if name == "plain" else 3
         micro = {"micro_batch_size": 4}
-        fit_run(folder, rollouts=rollouts, callbacks=[watch], data_arguments=micro, max_epochs=epochs, **ranks)
+        shared = on_all_ranks() | {"data_arguments": micro, "max_epochs": epochs}
+        fit_run(folder / f"rank{RANK}", rollouts=rollouts, callbacks=[watch], **shared)
         report[name] = {"prompts": watch.prompts, "rewards": watch.rewards, "ages": watch.ages}
     return report
 

@@ -87,10 +87,10 @@ def test_engine_serves_the_newest_policy_and_tokens_know_it(watched: tuple[Watch
 
 @pytest.mark.distributed
 def test_one_rank_and_two_ranks_train_on_the_same_samples_to_the_same_weights(tmp_path: Path) -> None:
-    single = ranks.run("rl_runs:train_on_ranks", 1, tmp_path / "one", strategies=["auto", "auto stream"], world=1)[0]
+    single = ranks.run("rl_runs:train_on_ranks", 1, tmp_path / "one", strategies=["auto", "auto stream"])[0]
     alone, streamed = single["auto"], single["auto stream"]
     strategies = ["ddp", "ddp shared", "rlhf_zero2", "rlhf_zero3", "ddp stream"]
-    both = ranks.run("rl_runs:train_on_ranks", 2, tmp_path / "two", strategies=strategies, world=2)[0]
+    both = ranks.run("rl_runs:train_on_ranks", 2, tmp_path / "two", strategies=strategies)[0]
     # Of a stream, two ranks go on with the second iteration of one rank.
     resumed = both.pop("ddp stream")
     assert resumed["tokens"] == streamed["tokens"][32:]

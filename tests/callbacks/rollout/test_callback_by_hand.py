@@ -157,10 +157,9 @@ def test_validation_deals_prompts_to_ranks_and_loses_none(two_ranks: list[dict[s
 
 @pytest.mark.distributed
 def test_dynamic_sampling_by_a_reward_model_chooses_the_same_on_any_ranks(
-    two_ranks: list[dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch
+    two_ranks: list[dict[str, Any]], folder: Path
 ) -> None:
     """Whether each rank has an engine or all share one, and also where the reward model is sharded."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
     alone = selected(folder, "auto", LocalEngine())
     assert len({index for index, _, _ in alone}) == 8
     for report in two_ranks:

@@ -154,13 +154,12 @@ def test_a_run_resumed_inside_a_later_epoch_is_bitwise_the_straight_one(tmp_path
 
 
 @pytest.mark.distributed
-def test_any_number_of_ranks_trains_on_the_same_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_ranks_trains_on_the_same_updates(tmp_path: Path) -> None:
     runs = {
         "ddp": ["two updates, PPO", "one update", "two updates, pairs", "capped"],
         "rlhf_zero2": ["capped", "capped, pairs"],
     }
     reports = ranks.run("callbacks.rollout.epoch_runs:on_ranks", 2, tmp_path, runs=runs)
-    monkeypatch.setenv("WORLD_SIZE", "1")
     for strategy, names in runs.items():
         for name in names:
             trainer, _, watch, _ = fit(tmp_path, **ON_RANKS[name])

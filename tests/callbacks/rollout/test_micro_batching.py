@@ -209,11 +209,10 @@ def test_a_plan_is_made_of_a_summary_and_changes_nothing() -> None:
 
 
 @pytest.mark.distributed
-def test_a_sample_that_a_rank_repeats_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_a_rank_repeats_has_no_effect(tmp_path: Path) -> None:
     """Ranks that have enough of them are in ``test_epochs.py``."""
     sharded = ["rlhf_zero2", "rlhf_zero3"]
     both = ranks.run("callbacks.rollout.capped_runs:scattered", 2, tmp_path / "two", strategies=sharded)
-    monkeypatch.setenv("WORLD_SIZE", "1")
     alone = capped_runs.scattered(tmp_path / "one", ["auto"])["auto"]
     assert alone["accumulated"] == [9, 9]
     for name in sharded:

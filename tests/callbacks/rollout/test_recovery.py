@@ -1,13 +1,12 @@
 """Engines that lose their weights get the current ones again, and the run continues with the same samples."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from rl_runs import PlainGRPO, digits, fit_run, prompts_file, samples_of_all_ranks, weights
+from rl_runs import RANK, PlainGRPO, digits, fit_run, on_all_ranks, prompts_file, samples_of_all_ranks, weights
 from strategies import ranks
 
 from rlhfkit import Ahead, DynamicSampling, Episodes, LocalEngine, RolloutCallback, SamplingSpec
@@ -116,14 +115,12 @@ def test_an_error_without_hope_ends_the_run(tmp_path: Path) -> None:
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     """A rank: rank 0's requests find no weights twice; all ranks take part in sending them."""
-    rank = int(os.environ["LOCAL_RANK"])
     results: dict[str, Any] = {}
     for name, loses_at in (("calm", ()), ("disturbed", (1, 3))):
-        engine = Forgetful(*(loses_at if rank == 0 else ()))
-        os.environ["WORLD_SIZE"] = "2"
+        engine = Forgetful(*(loses_at if RANK == 0 else ()))
         _, module, _ = fit_run(
-            folder / f"rank{rank}", module=PlainGRPO, data_arguments={"micro_batch_size": 4}, strategy="rlhf_zero2",
-            rollouts=RolloutCallback(digits, engine=engine, sampling=SPEC), devices=2, use_distributed_sampler=False,
+            folder / f"rank{RANK}", module=PlainGRPO, data_arguments={"micro_batch_size": 4},
+            rollouts=RolloutCallback(digits, engine=engine, sampling=SPEC), **on_all_ranks("rlhf_zero2"),
         )  # fmt: skip
         total = sum(float(tensor.double().abs().sum()) for tensor in weights(module).values())
         results[name] = [total, engine.loads]
