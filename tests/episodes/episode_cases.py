@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -59,6 +60,26 @@ def runner_of(engine: Any, group: GroupFunction, folder: Any, *, load_weights: b
     runner = GroupRunner(engine, group)
     runner.configure(load_tokenizer(str(folder)), None, str(folder))
     return runner
+
+
+def turns(sample: Sample) -> list[tuple[list[int], list[int]]]:
+    """What the policy had read and what it said then, turn by turn, from the record alone."""
+    everything, found, said = sample.prompt.token_ids.tolist(), [], []
+    chosen = sample.action_mask.tolist()  # type: ignore[union-attr]
+    for token, own, following in zip(sample.token_ids.tolist(), chosen, [*chosen[1:], False], strict=True):
+        everything.append(token)
+        said += [token] * own
+        if own and not following:
+            found.append((everything[: -len(said)], said))
+            said = []
+    return found
+
+
+def check_logprobs(engine: Any, sample: Sample) -> None:
+    """Those of trained tokens are the model's of the whole sequence, all others 0."""
+    scored = engine.score([sample.all_token_ids.tolist()])[0][sample.prompt.num_tokens - 1 :]
+    expected = [score if chosen else 0.0 for score, chosen in zip(scored, sample.chosen.tolist(), strict=True)]
+    assert sample.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 class Counting(Environment):

@@ -15,7 +15,7 @@ import torch
 from tiny_models import prompts_of, tiny_tokenizer
 from waiting import LIMIT
 
-from episodes.episode_cases import Counting, Faulty, Recorded, chat_model, runner_of
+from episodes.episode_cases import Counting, Faulty, Recorded, chat_model, check_logprobs, runner_of, turns
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.episodes import Action, Environment, Episodes, Step
 from rlhfkit.rewards import EnvironmentReward
@@ -53,22 +53,6 @@ def run_episodes(engine: Recorded) -> Iterator[Callable[..., list[Sample]]]:
         one.loop.close()
 
 
-def turns(sample: Sample) -> list[tuple[list[int], list[int]]]:
-    """What the policy had read and what it said then, turn by turn, from the record alone."""
-    everything, found, said = sample.prompt.token_ids.tolist(), [], []
-    assert sample.action_mask is not None
-    for token, chosen, following in zip(
-        sample.token_ids.tolist(), sample.action_mask.tolist(), [*sample.action_mask.tolist()[1:], False], strict=True
-    ):
-        if chosen:
-            said.append(token)
-        everything.append(token)
-        if chosen and not following:
-            found.append((everything[: -len(said)], said))
-            said = []
-    return found
-
-
 class Chatting(Environment):
     """Answers with a message, three times."""
 
@@ -100,13 +84,8 @@ def test_what_is_recorded_is_what_the_engine_saw_and_said_at_every_turn(
 @pytest.mark.parametrize("environment", [Counting, Chatting])
 def test_logprobs_are_those_of_the_whole_sequence(run_episodes: Any, engine: Recorded, environment: Any) -> None:
     for sample in run_episodes(environment):
-        scored = engine.score([sample.all_token_ids.tolist()])[0][len(sample.prompt.token_ids) - 1 :]
-        assert sample.action_mask is not None
-        for chosen, logprob, expected, version in zip(
-            sample.action_mask.tolist(), sample.logprobs.tolist(), scored, sample.versions.tolist(), strict=True
-        ):
-            assert logprob == (pytest.approx(expected, abs=1e-4) if chosen else 0.0)
-            assert version == 0
+        check_logprobs(engine, sample)
+        assert set(sample.versions.tolist()) == {0}
 
 
 def test_a_conversation_reads_as_its_template_writes_it(run_episodes: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from episodes.episode_cases import check_logprobs
 from rl_runs import RANK, RANKS, PlainGRPO, digits, fit_run, on_all_ranks, samples_of_all_ranks, setup_run, weights
 from shared_pool import SharedPool
 from strategies import ranks
@@ -174,14 +175,6 @@ def test_a_hint_is_read_and_not_trained_on(engine: Counted, folder: str) -> None
         plain = prompts()[sample.prompt.index - 10]
         assert sample.prompt.token_ids.tolist() == [*plain.token_ids.tolist(), *hint]
         check_logprobs(engine, sample)
-
-
-def check_logprobs(engine: Any, sample: Sample) -> None:
-    """Those of trained tokens are the model's of the whole sequence, all others 0."""
-    scored = engine.score([sample.all_token_ids.tolist()])[0][sample.prompt.num_tokens - 1 :]
-    mask = sample.chosen.tolist()
-    expected = [score if chosen else 0.0 for score, chosen in zip(scored, mask, strict=True)]
-    assert sample.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("trained", [False, True])

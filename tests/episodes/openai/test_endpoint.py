@@ -16,7 +16,7 @@ from lazy_module import LazyModule
 from tiny_models import local_engine, tiny_model, tiny_tokenizer
 from waiting import LIMIT
 
-from episodes.episode_cases import Recorded, chat_tokenizer
+from episodes.episode_cases import Recorded, chat_tokenizer, check_logprobs, turns
 from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import OpenAIEndpoint
 from rlhfkit.episodes.observations import ObservationTokenizer
@@ -77,22 +77,11 @@ def test_a_conversation_is_recorded_as_the_engine_saw_it(session: Any, engine: R
         )
         messages.append({"role": "user", "content": [{"type": "text", "text": "and "}, {"type": "text", "text": "?"}]})
     sample = recorded.sample("stop", 0.5, {})
-    read = sample.prompt.token_ids.tolist()
-    said: list[int] = []
-    turns = []
-    for token, chosen, following in zip(
-        sample.token_ids.tolist(), sample.action_mask.tolist(), [*sample.action_mask.tolist()[1:], False], strict=True
-    ):
-        read.append(token)
-        said += [token] * chosen
-        if chosen and not following:
-            turns.append((read[: -len(said)], said))
-            said = []
-    assert turns == engine.seen
-    assert len(turns) == 3
-    assert turns[-1][1] == sample.token_ids.tolist()[-len(turns[-1][1]) :]
-    assert answer.usage.prompt_tokens == len(turns[-1][0])
-    assert answer.usage.completion_tokens == len(turns[-1][1])
+    assert turns(sample) == engine.seen
+    *_, (read, said) = turns(sample)
+    assert len(engine.seen) == 3
+    assert said == sample.token_ids.tolist()[-len(said) :]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(read), len(said))
     written = tiny_tokenizer().decode(sample.prompt.token_ids.tolist())
     assert written == "[s]!<eos>\n[u]1+1=<eos>\n[a]"
     assert sample.token_rewards.tolist()[-1] == sum(sample.token_rewards.tolist()) == 0.5
@@ -100,9 +89,7 @@ def test_a_conversation_is_recorded_as_the_engine_saw_it(session: Any, engine: R
         "turns": 3, "trajectories": 1, "unused_tokens": 0, "last_text": answer.choices[0].message.content,
         "environment_tokens": sample.action_mask.tolist().count(False),
     }  # fmt: skip
-    scored = engine.score([sample.all_token_ids.tolist()])[0][len(sample.prompt.token_ids) - 1 :]
-    for chosen, logprob, expected in zip(sample.action_mask.tolist(), sample.logprobs.tolist(), scored, strict=True):
-        assert logprob == (pytest.approx(expected, abs=1e-4) if chosen else 0.0)
+    check_logprobs(engine, sample)
 
 
 def test_retries_branches_and_other_conversations_are_told_apart(
