@@ -156,5 +156,5 @@ def killed(samples: Sequence[Sample]) -> list[float]:
 
 def one_dies(folder: Path) -> dict[str, Any]:
     """A rank dies while the others wait for its samples."""
-    rank_store.DEAD_AFTER_SECONDS, rank_store._GRACE_SECONDS = 4.0, 1.0
+    rank_store.DEAD_AFTER_SECONDS, rank_store._GRACE_SECONDS = 10.0, 1.0
     return {"death": failure(folder, reward=killed)}

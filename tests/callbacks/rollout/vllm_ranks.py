@@ -10,7 +10,7 @@ from rlhfkit import Ahead, Invariants, LoRA, RolloutCallback, SamplingSpec, VLLM
 from rlhfkit.callbacks import Probe
 from rlhfkit.distributed import get_rank, get_world_size
 from rlhfkit.modules.parts import Correction
-from rlhfkit.rollout import ModuleWeights
+from rlhfkit.rollout import HealthPolicy, ModuleWeights
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 
@@ -44,7 +44,7 @@ def fit(folder: Path, model: Path) -> None:
     rollouts = RolloutCallback(
         digits,
         # It is started for this policy, so that it gets the adapter alone.
-        engine=VLLMPool(kv_cache_gib=0.1, max_model_len=64),
+        engine=VLLMPool(kv_cache_gib=0.1, max_model_len=64, health=HealthPolicy(probe_timeout=60)),
         sampling=SamplingSpec(group_size=4, max_new_tokens=8),
         parts=[Ahead(1, in_flight=True)],
     )
