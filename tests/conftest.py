@@ -26,7 +26,7 @@ import hypothesis
 import pytest
 import ray_worker
 import torch
-from shared_pool import SharedPool
+from shared_pool import SMALL, SharedPool
 from tiny_models import tiny_model
 from vllm_serve import vllm_serve
 
@@ -149,18 +149,7 @@ def vllm_pool(vllm_model: Path, ray_session: None) -> Iterator[SharedPool]:
 
     They report log-probs before temperature and truncation, so those at temperatures other than 1 are NaN.
     """
-    pool = SharedPool(
-        num_engines=2,
-        device="cpu",
-        kv_cache_gib=1 / 16,
-        # Blocks of 32 tokens, not 128, so that prompts of tests are long enough to be cached across weight updates.
-        engine_arguments={"block_size": 32},
-        start_timeout=600,
-        generate_timeout=300,
-        sync_timeout=180,
-        # A tiny model fits into one bucket of the usual size; these make it several, which split fused layers.
-        bucket_bytes=2**15,
-    )
+    pool = SharedPool(num_engines=2, **SMALL)
     pool.configure_logprobs(SamplingSpec(top_p=0.9))
     pool.start(str(vllm_model), dtype=torch.float32)
     yield pool

@@ -8,6 +8,19 @@ from rlhfkit.rollout.supervision.engines import Engine
 from rlhfkit.rollout.supervision.health import HealthPolicy
 from rlhfkit.rollout.vllm.pool import VLLMPool
 
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "kv_cache_gib": 1 / 16,
+    # Blocks of 32 tokens, not 128, so that prompts of tests are long enough to be cached across weight updates.
+    "engine_arguments": {"block_size": 32},
+    "start_timeout": 600,
+    "generate_timeout": 300,
+    "sync_timeout": 180,
+    # A tiny model fits into one bucket of the usual size; these make it several, which split fused layers.
+    "bucket_bytes": 2**15,
+}
+"""Engines of a tiny model."""
+
 
 class SharedPool(VLLMPool):
     """A pool that outlives the trainer of one test: closing it only forgets the weights."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models.vision_families import VISION_FAMILIES, picture, prompts, save_vision_model
-from shared_pool import SharedPool, until_sampling
+from shared_pool import SMALL, SharedPool, until_sampling
 from torch import nn
 from transformers.models.smolvlm import processing_smolvlm
 
@@ -86,16 +86,7 @@ def adapted(folder: Path) -> nn.Module:
 @pytest.fixture(scope="module")
 def pool(folder: Path, adapted: nn.Module, ray_session: None) -> Iterator[SharedPool]:
     """One engine that was started for the adapter; policies without one are sent whole."""
-    pool = SharedPool(
-        lora="adapter",
-        device="cpu",
-        kv_cache_gib=1 / 16,
-        engine_arguments={"block_size": 32},
-        start_timeout=600,
-        generate_timeout=120,
-        sync_timeout=60,
-        bucket_bytes=2**15,
-    )
+    pool = SharedPool(lora="adapter", **SMALL)
     pool.configure_weights(ModuleWeights(adapted))
     pool.configure_logprobs(SPEC)
     pool.start(str(folder), dtype=torch.float32)

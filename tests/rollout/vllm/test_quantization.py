@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from rl_runs import PlainGRPO, digits, fit_run
-from shared_pool import SharedPool
+from shared_pool import SMALL, SharedPool
 from tiny_models import token_logprobs
 from torch import nn
 
@@ -53,10 +53,7 @@ def train(pool: VLLMPool, folder: Path, model: Path) -> tuple[Any, dict[str, flo
 def test_every_sync_takes_effect_and_the_mismatch_is_measured_and_corrected(
     vllm_model: Path, ray_session: None, tmp_path: Path
 ) -> None:
-    pool = SharedPool(
-        device="cpu", quantization="fp8", dtype="bfloat16", kv_cache_gib=1 / 16, max_model_len=128,
-        engine_arguments={"block_size": 32}, start_timeout=600, generate_timeout=120, sync_timeout=60,
-    )  # fmt: skip
+    pool = SharedPool(quantization="fp8", dtype="bfloat16", max_model_len=128, **SMALL | {"bucket_bytes": None})
     pool.start(str(vllm_model), dtype=torch.bfloat16)
     try:
         policy = load_causal_lm(str(vllm_model), loading=ModelLoading(attention="sdpa"))
