@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -122,6 +123,7 @@ def test_closing_lets_running_requests_finish_and_frees_the_port() -> None:
         until(lambda: server.middleware.active)
         closing = threads.submit(server.close)
         until(nobody_listens)
+        time.sleep(0.5)  # in which a server that does not wait would end it
         release.set()
         assert running.result().text == "done"
         closing.result()
