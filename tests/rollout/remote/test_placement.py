@@ -174,7 +174,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Shared by the tests of this file."""
     made = Cluster(simulated_driver(tmp_path_factory.mktemp("driver"), 4))
     yield made
-    made.process.communicate(timeout=60)
+    made.process.communicate(timeout=120)
 
 
 EIGHT = {"CPU": 64.0, "GPU": 8.0}

@@ -172,7 +172,7 @@ def test_an_engine_that_fails_twice_in_the_same_way_is_not_restarted_and_callers
 
     def fail() -> str:
         handle = engines.handles[0]
-        assert engines.call(State.SERVING, "score", [[BREAKS, 1]], doing="scoring sequences", timeout=20) == {}
+        assert engines.call(State.SERVING, "score", [[BREAKS, 1]], doing="scoring sequences", timeout=60) == {}
         assert "head size 8 is not supported" in handle.reason
         return engines.report()
 
@@ -181,7 +181,7 @@ def test_an_engine_that_fails_twice_in_the_same_way_is_not_restarted_and_callers
         engines.end_sync(engines.begin_sync(), version=1)
 
     def answer() -> None:
-        scheduler = RequestScheduler(engines, timeout=30)
+        scheduler = RequestScheduler(engines, timeout=60)
         scheduler.submit([request()])
         scheduler.collect()
         scheduler.close()

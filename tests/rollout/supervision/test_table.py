@@ -112,10 +112,10 @@ def manager(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
         kv_cache_gib=1 / 16,
         engine_arguments={"block_size": 32},
         start_timeout=600,
-        generate_timeout=100,
+        generate_timeout=300,
         sync_timeout=60,
         bucket_bytes=2**15,
-        health=HealthPolicy(probe_period=1, probe_timeout=5, probe_failures=3, recovery_timeout=60, max_restarts=20),
+        health=HealthPolicy(probe_period=1, probe_timeout=5, probe_failures=3, recovery_timeout=300, max_restarts=20),
     )
     with pytest.raises(RuntimeError, match=r"before VLLMPool\.start"):
         pool.load(ModuleWeights(load_trainer_model(folder)), 0)
@@ -272,7 +272,7 @@ def test_all_engines_dead_is_an_error_that_says_so(manager: Scene) -> None:
             if manager.handle(number).state is State.SERVING:
                 manager.send(number, signal.SIGKILL if number else signal.SIGSTOP)
         with pytest.raises(EngineError, match=r"(?s)no vLLM engine serves.*engine 0 of 2.*engine 1 of 2"):
-            future.result(timeout=90)  # less than the 100 s in which a request must be finished
+            future.result(timeout=200)  # less than the 300 s in which a request must be finished
     with pytest.raises(EngineError, match="no vLLM engine serves"):
         manager.pool.score([[10, 11, 12]])
     manager.pool.close()

@@ -217,7 +217,7 @@ class TestWeights:
 
 def send_by_hand(handles: EngineReceivers, model: nn.Module) -> None:
     """Give the weights to engines without a pool."""
-    sender, weights = ProcessGroupSender("gloo", timeout=30), ModuleWeights(model)
+    sender, weights = ProcessGroupSender("gloo", timeout=120), ModuleWeights(model)
     sender.connect(handles)
     handles.submit("pause", doing="pausing").result()
     handles.submit("begin_update", doing="beginning").result()
