@@ -5,7 +5,7 @@ before its first update; :meth:`OnPolicyModule.training_step` learns from one mi
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -70,7 +70,7 @@ class OnPolicyModule(PolicyModule):
         *,
         lr: float = 1e-6,
         advantages: GivenFunction | None = None,
-        policy_loss: str | Callable[..., LossOutput] = ppo_loss,
+        policy_loss: GivenFunction = ppo_loss,
         policy_loss_arguments: Mapping[str, Any] | None = None,
         clip_low: float | None = None,
         clip_high: float | None = None,
@@ -93,7 +93,8 @@ class OnPolicyModule(PolicyModule):
         self.advantage_function = None if advantages is None else AdvantageFunction(advantages)
         """The function that was given as ``advantages``."""
         self.keep_plain(
-            policy_loss=self.policy_loss.name, advantages=plain_value(self.advantage_function, "advantages")
+            policy_loss=plain_value(self.policy_loss.function, "policy_loss"),
+            advantages=plain_value(self.advantage_function, "advantages"),
         )
         self.attach_parts()
 

@@ -129,8 +129,8 @@ class PolicyLoss:
     """A policy loss ``(logprobs, old_logprobs, advantages, mask, *, ...) -> LossOutput`` and its chosen arguments.
 
     Everything is given by name, whatever the order of the function's arguments. ``function`` is a name in
-    :mod:`rlhfkit.losses`, a dotted name, or the function. Arguments that are ``None`` keep its defaults;
-    ``aggregation`` is ``token-mean`` if it has none.
+    :mod:`rlhfkit.losses`, or a function, see :data:`~rlhfkit.validation.GivenFunction`. Arguments that are ``None``
+    keep its defaults; ``aggregation`` is ``token-mean`` if it has none.
 
     Raises:
         ValueError: If the function does not exist, has another form, or lacks one of the arguments.
@@ -138,7 +138,7 @@ class PolicyLoss:
 
     def __init__(
         self,
-        function: str | Callable[..., LossOutput],
+        function: GivenFunction,
         arguments: Mapping[str, Any] | None = None,
         *,
         clip_low: float | None = None,

@@ -1,9 +1,9 @@
 """``GRPOModule``: group relative policy optimization (Shao et al., 2024, arXiv:2402.03300) and its relatives."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
-from rlhfkit.losses import Aggregation, LossOutput, dapo_loss
+from rlhfkit.losses import Aggregation, dapo_loss
 from rlhfkit.losses.advantages.group import AdvantageScale
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
@@ -67,7 +67,7 @@ class GRPOModule(OnPolicyModule):
         kl_coef: float | None = None,
         advantages: GivenFunction | None = None,
         advantage_scale: AdvantageScale | None = None,
-        policy_loss: str | Callable[..., LossOutput] | None = None,
+        policy_loss: GivenFunction | None = None,
         policy_loss_arguments: Mapping[str, Any] | None = None,
         aggregation: Aggregation | None = None,
         optimization: Optimization | None = None,

@@ -1,9 +1,9 @@
 """``PPOModule``: proximal policy optimization with a critic (Schulman et al., 2017; Ouyang et al., 2022)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhfkit.losses import Aggregation, LossOutput, ppo_loss
+from rlhfkit.losses import Aggregation, ppo_loss
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.optim import Optimization
@@ -76,7 +76,7 @@ class PPOModule(OnPolicyModule):
         clip_high: float | None = None,
         whiten_advantages: bool = True,
         advantages: GivenFunction | None = None,
-        policy_loss: str | Callable[..., LossOutput] = ppo_loss,
+        policy_loss: GivenFunction = ppo_loss,
         policy_loss_arguments: Mapping[str, Any] | None = None,
         aggregation: Aggregation | None = None,
         optimization: Optimization | None = None,

@@ -5,6 +5,7 @@ Functions as ``advantages`` are in test_base.py.
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rlhfkit import GRPOModule, PPOModule
 from rlhfkit.data import Experience
 from rlhfkit.losses import (
     LossOutput,
+    cispo_loss,
     dppo_loss,
     gspo_loss,
     importance_weights,
@@ -158,6 +160,20 @@ def in_another_order(
 
 def wrapped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **knobs: Any) -> LossOutput:
     return ppo_loss(logprobs, old_logprobs, advantages, mask, **knobs)
+
+
+def test_a_loss_with_arguments_is_remembered() -> None:
+    one = torch.ones(1, 1)
+    for given in (
+        partial(cispo_loss, ratio_max=1.5),
+        {"class_path": "cispo_loss", "init_args": {"ratio_max": 1.5}},
+    ):
+        made = GRPOModule("anywhere", policy_loss=given)
+        assert made.hparams["policy_loss"]["init_args"] == {"ratio_max": 1.5}
+        for module in (made, GRPOModule(**made.hparams)):
+            found = module.policy_loss.function(one, 0 * one, one, one).loss
+            assert found == cispo_loss(one, 0 * one, one, one, ratio_max=1.5).loss
+            assert found != cispo_loss(one, 0 * one, one, one).loss
 
 
 def test_a_loss_of_ones_own_is_given_what_it_names() -> None:
