@@ -27,6 +27,12 @@ def test_each_rings_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["iteration 3: a is 2: lower it", "iteration 5: b is -1: raise it"]
 
 
+def test_a_metric_of_nothing_is_no_disagreement_of_engine_and_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    Alarms().check_metrics({"rollout_corr/logprob_abs_diff_mean": math.nan}, 3)
+    assert "nan: there is nothing to compute it of: no token was trained on" in caplog.text
+    assert "disagree" not in caplog.text
+
+
 def test_an_alarm_on_a_metric_that_is_not_logged_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     typed_wrong = Alarm(metric="rollout/truncated_fractions", high=0.5, advice="raise max_new_tokens")
     alarms = Alarms([*ROLLOUT_ALARMS, typed_wrong, Alarm(metric="loss", high=5.0, advice="lower the learning rate")])

@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,10 @@ ROLLOUT_ALARMS = (
     ),
 )
 """Bounds of every run. An effective sample size below 0.3 is verl's alarm; the others are ours."""
+_OF_NOTHING = (
+    "there is nothing to compute it of: no token was trained on (look at what masks samples), or the engine gives no "
+    "log-probs"
+)
 
 
 class Alarms(RolloutPart):
@@ -114,7 +119,9 @@ class Alarms(RolloutPart):
         self._quiet = [alarm for alarm in self._quiet if alarm not in triggered]
         self.triggered += [(iteration, alarm, float(metrics[alarm.metric])) for alarm in triggered]
         for alarm in triggered:
-            log.warning("iteration %d: %s is %.3g: %s", iteration, alarm.metric, metrics[alarm.metric], alarm.advice)
+            value = float(metrics[alarm.metric])
+            advice = _OF_NOTHING if math.isnan(value) and alarm in ROLLOUT_ALARMS else alarm.advice
+            log.warning("iteration %d: %s is %.3g: %s", iteration, alarm.metric, value, advice)
         return triggered
 
 
