@@ -57,11 +57,10 @@ class Dropped:
 
     def begun(self, prompts: Iterable[Prompt]) -> list[list[Sample]]:
         """What this rank has of these prompts' groups; nothing of prompts that are others in data that has changed."""
-        groups = self.groups
         return [
-            [dataclasses.replace(sample, prompt=prompt) for sample in groups[prompt.index]]
+            [dataclasses.replace(sample, prompt=prompt) for sample in self.groups[prompt.index]]
             for prompt in prompts
-            if prompt.index in groups and np.array_equal(groups[prompt.index][0].prompt.token_ids, prompt.token_ids)
+            if prompt.index in self.groups and _are_one(self.groups[prompt.index][0].prompt, prompt)
         ]
 
     def state(self, iteration: int) -> dict[str, Any]:
@@ -81,6 +80,11 @@ def dropped_from(states: Iterable[Mapping[str, Any]], *, rank: int, world_size: 
             if ranks[group[0].prompt.index] == rank:
                 each.groups[group[0].prompt.index] = group
     return dropped
+
+
+def _are_one(one: Prompt, other: Prompt) -> bool:
+    """Whether a model reads the same in both."""
+    return np.array_equal(one.token_ids, other.token_ids) and one.attachments == other.attachments
 
 
 def _unscored(sample: Sample) -> Sample:

@@ -15,10 +15,14 @@ from models.vision_families import SIDE, save_vision_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rlhfkit import (
+    Ahead,
+    DynamicSampling,
     GRPOModule,
     LocalEngine,
     Optimization,
+    Oversampling,
     PromptDataModule,
+    ReplayBuffer,
     RolloutCallback,
     SamplingSpec,
     SFTDataModule,
@@ -131,6 +135,47 @@ def test_grpo_learns_by_reward_what_it_sees(folder: Path, tmp_path: Path) -> Non
     assert sum(rewards[-5:]) / 5 > sum(rewards[:2]) / 2 + 0.3, rewards
     assert all(abs(value) < 1e-4 for value in mismatch)
     assert asked == [1] * 26  # after each sync the probe has a picture
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[Oversampling(0.5, continued=True), DynamicSampling()], [Ahead(2), ReplayBuffer()]],
+    ids=["continued", "replayed"],
+)
+def test_samples_keep_their_images_wherever_they_wait(folder: Path, tmp_path: Path, parts: list[Any]) -> None:
+    """Samples that are continued, queued, kept or left out have the log-probs of their own pictures: nothing is learned.
+
+    Groups of every second prompt have no signal. Texts are equal.
+    """
+    pictures = [row["images"] for row in map(json.loads, Path(rows(tmp_path, 12)).read_text().splitlines())]
+    replayed, continued, mismatch = [], [], []
+
+    def every_second(samples: list[Any]) -> list[float]:
+        for sample in samples:
+            assert [str(image.source) for image in sample.prompt.attachments] == pictures[sample.prompt.index]
+        return [float(sample.sample_index * (sample.prompt.index % 2)) for sample in samples]
+
+    class Checked(GRPOModule):
+        def loss(self, batch: Any, out: Any) -> Any:
+            for prompt, images in zip(batch.group.tolist(), batch.attachments, strict=True):
+                assert [str(image.source) for image in images] == pictures[prompt]
+            newest, oldest = batch.versions.amax(-1), batch.versions.masked_fill(~batch.action_mask, 99).amin(-1)
+            replayed.append(bool(batch.replayed.any()))
+            continued.append(bool((newest > oldest).any()))
+            difference = (out.logprobs - batch.rollout_logprobs)[batch.action_mask].abs()
+            mismatch.append(float(difference.detach().max()))
+            return super().loss(batch, out)
+
+    rollouts = RolloutCallback(
+        every_second,
+        engine=LocalEngine(max_sequences=4),
+        sampling=SamplingSpec(group_size=2, max_new_tokens=6, stop_token_ids=tuple(range(64, 128))),
+        parts=parts,
+    )
+    data = PromptDataModule(rows(tmp_path, 12), answer="answer", rollout_batch_size=4, micro_batch_size=4)
+    trained(Checked(str(folder), lr=1e-9), data, tmp_path, max_epochs=5, callbacks=[rollouts], limit_val_batches=0)
+    assert max(mismatch) < 1e-5
+    assert (any(continued), any(replayed)) == (isinstance(parts[0], Oversampling), isinstance(parts[1], ReplayBuffer))
 
 
 def test_a_run_that_was_stopped_inside_an_iteration_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> None:

@@ -158,7 +158,8 @@ def test_a_run_that_is_resumed_continues_what_it_would_have_continued_on_any_num
             for first, iteration in ((0, 1), (10, 2), (20, 3), (30, 4)):
                 wanted = [Prompt(first + number, [6]) for number in range(5)]
                 partial = resumed.get(iteration, Dropped())
-                assert partial.begun(Prompt(prompt.index, [8]) for prompt in wanted) == []  # of other data
+                for other in ({"token_ids": [8]}, {"token_ids": [6], "attachments": ("other.png",)}):
+                    assert partial.begun(Prompt(prompt.index, **other) for prompt in wanted) == []
                 ranks = [0 % world_size, 1 % world_size, 2 % world_size, None, None]
                 assert [partial.ranks.get(prompt.index) for prompt in wanted] == (ranks if first == 10 else [None] * 5)
                 for begun in partial.begun(wanted):
