@@ -21,6 +21,7 @@ from rlhfkit import (
     LocalEngine,
     Optimization,
     Oversampling,
+    PPOModule,
     PromptDataModule,
     ReplayBuffer,
     RolloutCallback,
@@ -100,12 +101,19 @@ def test_vision_has_a_learning_rate_of_its_own_or_none(folder: Path, tmp_path: P
     assert all(torch.equal(one, start[name]) for name, one in vision_parameters(frozen.policy))
 
 
-def test_grpo_learns_by_reward_what_it_sees(folder: Path, tmp_path: Path) -> None:
-    """From a start that answers at random; two updates an iteration."""
+@pytest.fixture(scope="module")
+def begun(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers nearly at random."""
+    place = tmp_path_factory.mktemp("begun")
     torch.manual_seed(0)
     start = SFTModule(str(folder), lr=2e-3, loading=SEEING)
-    trained(start, SFTDataModule(rows(tmp_path), completion="completion", micro_batch_size=16), tmp_path, max_epochs=2)
-    begin = start.save_pretrained(tmp_path / "start")
+    trained(start, SFTDataModule(rows(place), completion="completion", micro_batch_size=16), place, max_epochs=2)
+    return Path(start.save_pretrained(place / "start"))
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [(GRPOModule, {}), (PPOModule, {"critic_lr": 3e-3, "kl_coef": 0.0})])
+def test_a_policy_learns_by_reward_what_it_sees(begun: Path, tmp_path: Path, kind: Any, arguments: Any) -> None:
+    """Two updates an iteration. One colour is worth more, whatever is answered: only a critic that sees knows that."""
     data = PromptDataModule(rows(tmp_path), answer="answer", rollout_batch_size=24, micro_batch_size=96)
     rewards: list[float] = []
     mismatch: list[float] = []
@@ -113,12 +121,11 @@ def test_grpo_learns_by_reward_what_it_sees(folder: Path, tmp_path: Path) -> Non
     def right(samples: list[Any]) -> list[float]:
         given = [float(sample.text == sample.prompt.answer) for sample in samples]
         rewards.append(sum(given) / len(given))
-        return given
+        return [one + 2.0 * (sample.prompt.answer == "r") for one, sample in zip(given, samples, strict=True)]
 
     class Watch(L.Callback):
         def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            found = {name: float(value) for name, value in trainer.callback_metrics.items() if "mismatch" in name}
-            mismatch.extend(value for name, value in found.items() if name.endswith("kl"))
+            mismatch.append(float(trainer.callback_metrics["rollout_corr/logprob_abs_diff_max"]))
 
     asked: list[int] = []
 
@@ -130,11 +137,14 @@ def test_grpo_learns_by_reward_what_it_sees(folder: Path, tmp_path: Path) -> Non
     rollouts = RolloutCallback(
         right, engine=Probed(), sampling=SamplingSpec(group_size=8, max_new_tokens=1, stop_token_ids=(69,))
     )
-    module = GRPOModule(str(begin), lr=1e-3, loading=SEEING)
-    trained(module, data, tmp_path, max_epochs=25, callbacks=[rollouts, Watch()], limit_val_batches=0)
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:2]) / 2 + 0.3, rewards
-    assert all(abs(value) < 1e-4 for value in mismatch)
-    assert asked == [1] * 26  # after each sync the probe has a picture
+    module = kind(str(begun), lr=1e-3, loading=SEEING, **arguments)
+    trainer = trained(module, data, tmp_path, max_epochs=10, callbacks=[rollouts, Watch()], limit_val_batches=0)
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.25, rewards
+    assert len(mismatch) == 10
+    assert max(mismatch) < 1e-5
+    assert asked == [1] * 11  # after each sync the probe has a picture
+    if kind is PPOModule:
+        assert float(trainer.callback_metrics["value/explained_variance"]) > 0.7
 
 
 @pytest.mark.parametrize(
@@ -143,7 +153,7 @@ def test_grpo_learns_by_reward_what_it_sees(folder: Path, tmp_path: Path) -> Non
     ids=["continued", "replayed"],
 )
 def test_samples_keep_their_images_wherever_they_wait(folder: Path, tmp_path: Path, parts: list[Any]) -> None:
-    """Samples that are continued, queued, kept or left out have the log-probs of their own pictures: nothing is learned.
+    """Continued, queued, kept or left out: their log-probs are those of their own pictures, as nothing is learned.
 
     Groups of every second prompt have no signal. Texts are equal.
     """
