@@ -30,16 +30,24 @@ class UnpairedBuilder(ExampleBuilder):
         return {"desirable": [bool(label) for (label,) in labels]}
 
     def pending(self, row: Mapping[str, Any], where: str) -> list[PendingExample]:
-        """The answers of a row, with their labels."""
+        """The answers of a row, with their labels.
+
+        Raises ValueError if one has images, which would have to come along when it is the answer to another prompt.
+        """
         label, prompt = self.columns.get("label"), self.columns["prompt"]
         if label is not None:
             answers = {self.columns["completion"]: _is_desirable(row[label], f"column {label!r} of {where}")}
         else:
             answers = {self.columns["chosen"]: True, self.columns["rejected"]: False}
-        return [
-            self.supervised(row, where, {"prompt": prompt, "completion": column})._replace(labels=[float(desirable)])
-            for column, desirable in answers.items()
-        ]
+        made = {name: self.supervised(row, where, {"prompt": prompt, "completion": name}) for name in answers}
+        known = len(self.formatter.images_of(row[prompt]))
+        for name, one in made.items():
+            if len(one.attachments) > known:
+                raise ValueError(
+                    f"column {name!r} of {where} has images, and only prompts of labelled answers can have some: put "
+                    "the turns up to the last image into the prompt"
+                )
+        return [made[name]._replace(labels=[float(desirable)]) for name, desirable in answers.items()]
 
 
 def _is_desirable(value: Any, where: str) -> bool:

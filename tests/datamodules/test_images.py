@@ -201,6 +201,9 @@ def test_pairs_and_labelled_answers(folder: Path, tmp_path: Path) -> None:
     assert [one.answer.attachments[0].encoded() for one in seen] == [encoded(1)] * 2 + [encoded(2)] * 2
     # Prompts with one text and two images are two, so that there are mismatched pairs, with the prompt's own image.
     assert all(one.mismatched.attachments == one.answer.attachments for one in seen)
+    later = [answer("?"), user({"type": "image", "image": file_of(tmp_path, 3)}), answer("red")]
+    with pytest.raises(ValueError, match=r"column 'chosen' of the given rows, row 0, has images, and only"):
+        opened(UnpairedPreferenceDataModule([rows[0] | {"chosen": later}]), folder)
 
 
 def test_rows_are_never_cut_inside_of_an_image(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
