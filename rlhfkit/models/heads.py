@@ -32,6 +32,7 @@ from rlhfkit.models.load import (
     ModelLoading,
     disable_dropout,
     existing_name,
+    language_model_class,
     pretrained_arguments,
     save_activation_memory,
     switch_layers,
@@ -53,18 +54,26 @@ def classifier_class(config: Any, *, stepwise: bool) -> Any:
     auto: Any = AutoModelForTokenClassification if stepwise else AutoModelForSequenceClassification
     if type(config) in auto._model_mapping or type(config) not in AutoModel._model_mapping:
         return auto
-    return _made(AutoModel._model_mapping[type(config)], stepwise)
+    language: Any = language_model_class(config)._model_mapping.get(type(config), None)
+    return _made(AutoModel._model_mapping[type(config)], "" if language is None else language.__name__, stepwise)
 
 
 @cache
-def _made(backbone: Any, stepwise: bool) -> Any:
+def _made(backbone: Any, language: str, stepwise: bool) -> Any:
+    """``language``: class of the language model, from whose files the backbone is read."""
     from transformers import PreTrainedModel
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
     from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
     general: Any = GenericForTokenClassification if stepwise else GenericForSequenceClassification
     family = next(kind for kind in backbone.__mro__ if PreTrainedModel in kind.__bases__)
     task = general.__name__.removeprefix("Generic")
     name = family.__name__.removesuffix("PreTrainedModel") + task
+    if (files := get_checkpoint_conversion_mapping(language)) is not None:  # Transformers finds it by the class's name
+        register_checkpoint_conversion_mapping(name, files, overwrite=True)
     return type(name, (general, family), {"base_model_prefix": family.base_model_prefix, "__module__": __name__})
 
 
@@ -252,16 +261,27 @@ def add_value_head(model: nn.Module, *, std: float | None = None) -> None:
 
 
 def _from_pretrained(kind: Any, name: str, is_new: bool, arguments: Mapping[str, Any]) -> Any:
-    """Load a classifier; if its head ``is_new``, say that, in place of a report that it is missing."""
-    with without_weights_bar():
-        if not is_new:
-            return kind.from_pretrained(name, **arguments)
-        with without_load_report(_only_head_is_new) as found:
-            loaded, information = kind.from_pretrained(name, output_loading_info=True, **arguments)
-            found.update(information)
-    from lightning.pytorch.utilities import rank_zero_info
+    """Load a classifier; if its head ``is_new``, say that, in place of a report that it is missing.
 
-    rank_zero_info(f"{name} has no head of numbers: its layer 'score' is new, and is trained")
+    Raises:
+        ValueError: If there are no weights for something else, which would be random.
+    """
+    with (
+        without_weights_bar(),
+        without_load_report(lambda found: is_new and _only_head_is_new(found)) as found,
+    ):
+        loaded, information = kind.from_pretrained(name, output_loading_info=True, **arguments)
+        found.update(information)
+    lost = sorted(one for one in information["missing_keys"] if not one.startswith("score."))
+    if lost:
+        raise ValueError(
+            f"{name} has no weights for {len(lost)} parameters of {type(loaded).__name__}, among them {lost[0]}, which "
+            "would be random: its files are not complete, or have names that Transformers does not know"
+        )
+    if is_new:
+        from lightning.pytorch.utilities import rank_zero_info
+
+        rank_zero_info(f"{name} has no head of numbers: its layer 'score' is new, and is trained")
     return loaded
 
 

@@ -1,10 +1,12 @@
 """Scalar models against Transformers' own classifiers."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -90,6 +92,15 @@ def test_a_new_head_has_the_asked_spread_and_does_not_depend_on_the_seed(
         weights.append(load_scalar_model(folder, head_std=std).model.score.weight)
     assert torch.equal(*weights)
     assert weights[0].square().mean().sqrt().item() == pytest.approx(expected, rel=0.2)  # of 64 draws
+
+
+def test_weights_that_are_missing_are_no_random_ones(folder: str, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"has no weights for 1 parameters of .*, among them model\.norm\.weight"):
+        load_scalar_model(str(tmp_path))
 
 
 def test_a_saved_head_stays_and_constants_of_its_configuration_normalise(

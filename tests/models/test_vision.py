@@ -15,7 +15,15 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from models.vision_families import SIDE, VISION_FAMILIES, save_vision_model
 from rlhfkit.data.images import Image
-from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, policy_output, vision
+from rlhfkit.models import (
+    LoRA,
+    ModelLoading,
+    load_causal_lm,
+    load_scalar_model,
+    policy_output,
+    reward_output,
+    vision,
+)
 from rlhfkit.models.attention.families import BOTH_WAYS, sees_images
 from rlhfkit.models.forward import forward_of, packs_batches
 from rlhfkit.models.heads import row_difference
@@ -144,6 +152,22 @@ def test_values_and_gradients_are_those_of_transformers(family: str, attention: 
     names = {name for name, _ in vision_parameters(model)}
     assert compared > 20
     assert any(theirs[name].grad is not None and bool(theirs[name].grad.any()) for name in names)
+
+
+def test_a_reward_model_is_the_model_with_a_head_also_from_its_own_files(
+    family: str, root: Path, tmp_path: Path
+) -> None:
+    folder = folder_of(family, root)
+    case, plain = case_of(family, folder), plain_model(folder).eval()
+    model = load_scalar_model(str(folder), head_std=1.0).eval()
+    model.save_pretrained(tmp_path)
+    load_processor(str(folder)).save_pretrained(tmp_path)
+    again = load_scalar_model(str(tmp_path), new_head=False).eval()
+    with torch.no_grad():
+        last = torch.stack([plain.model(**inputs).last_hidden_state[0, -1] for inputs in case.alone])
+        expected = (last @ model.model.score.weight.T)[:, 0]
+        for each in (model, again):
+            torch.testing.assert_close(reward_output(each, case.batch), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl"])
