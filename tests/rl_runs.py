@@ -60,10 +60,15 @@ class PlainGRPO(PlainSGD, GRPOModule):
     """GRPO with SGD."""
 
 
+def additions(rows: int) -> list[dict[str, str]]:
+    """Prompts and answers."""
+    return [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(rows)]
+
+
 def prompts_file(folder: Path, rows: int = 40) -> str:
     """Additions as JSON lines."""
     path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(rows)))
+    path.write_text("".join(json.dumps(row) + "\n" for row in additions(rows)))
     return str(path)
 
 

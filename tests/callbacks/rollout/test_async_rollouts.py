@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from rl_runs import RANK, ahead, digits, fit_run, on_all_ranks, only_odd, samples_of_all_ranks, setup_run
+from rl_runs import RANK, additions, ahead, digits, fit_run, on_all_ranks, only_odd, samples_of_all_ranks, setup_run
 from strategies import ranks
 from waiting import LIMIT
 
@@ -168,7 +168,6 @@ def test_in_flight_samples_go_on_with_new_weights_and_know_it(tmp_path: Path) ->
 
 def test_everything_at_once_keeps_its_promises(tmp_path: Path) -> None:
     """Ahead, in flight, dynamic sampling, oversampling and validation; ``Invariants`` watches versions and groups."""
-    held = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
     rollouts = RolloutCallback(
         only_odd,
         sampling=SAMPLING,
@@ -179,7 +178,7 @@ def test_everything_at_once_keeps_its_promises(tmp_path: Path) -> None:
         tmp_path,
         rollouts=rollouts,
         callbacks=[watch, Invariants()],
-        data_arguments={"validation_data": held, "validation_split": "train"},
+        data_arguments={"validation_data": additions(2)},
         max_epochs=5,
     )
     assert "val/reward" in trainer.callback_metrics

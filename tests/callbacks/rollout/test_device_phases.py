@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rl_runs import digits, prompts_file, setup_run
+from rl_runs import additions, digits, setup_run
 from strategies import ranks
 
 from rlhfkit import DynamicSampling, LocalEngine, LoRA, RolloutCallback
@@ -52,11 +52,9 @@ def test_memory_of_both_phases_is_logged(folder: Path, plain: dict[str, Any]) ->
 
 def test_validation_and_checkpoints_fit_between_the_phases(folder: Path, tmp_path: Path) -> None:
     """Validation after each iteration; a checkpoint of an epoch, from which a run resumes."""
-    other = tmp_path / "validation"
-    other.mkdir()
     runs = {}
     for offload in (False, True):
-        data = {"rollout_batch_size": 8, "micro_batch_size": 8, "validation_data": prompts_file(other, rows=6)}
+        data = {"rollout_batch_size": 8, "micro_batch_size": 8, "validation_data": additions(6)}
         keep = ModelCheckpoint(tmp_path / str(offload), save_top_k=-1, every_n_epochs=1, filename="{epoch}")
         shared: dict[str, Any] = {"offload": offload, "data_arguments": data, "enable_checkpointing": True}
         runs[offload] = run(folder, callbacks=[keep], **shared)
@@ -74,7 +72,7 @@ def test_trainer_validate_leaves_the_weights_on_the_device(folder: Path, tmp_pat
         engine.rollouts = rollouts = RolloutCallback(
             digits, engine=engine, sampling=SPEC, parts=[SharedDevices(offload)]
         )
-        data = {"rollout_batch_size": 8, "validation_data": prompts_file(tmp_path, rows=20)}
+        data = {"rollout_batch_size": 8, "validation_data": additions(20)}
         trainer, module, data, _ = setup_run(folder, module=OwnGRPO, rollouts=rollouts, data_arguments=data)
         (metrics,) = trainer.validate(module, data, verbose=False)
         assert all(p.untyped_storage().nbytes() for p in module.parameters())

@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import RANK, PlainGRPO, digits, fit_run, on_all_ranks, prompts_file, samples_of_all_ranks, weights
+from rl_runs import RANK, PlainGRPO, additions, digits, fit_run, on_all_ranks, samples_of_all_ranks, weights
 from strategies import ranks
 
 from rlhfkit import Ahead, DynamicSampling, Episodes, LocalEngine, RolloutCallback, SamplingSpec
@@ -64,8 +64,7 @@ def run(folder: Path, engine: Any, *, group: Any = None, validate: bool = False,
 
     data: dict[str, Any] = {"rollout_batch_size": 8, "micro_batch_size": 8}
     if validate:
-        (folder / "validation").mkdir(exist_ok=True)
-        data["validation_data"] = prompts_file(folder / "validation", rows=4)
+        data["validation_data"] = additions(4)
     _, module, _ = fit_run(
         folder, module=PlainGRPO, rollouts=rollouts, callbacks=[Look()], data_arguments=data, max_epochs=3
     )

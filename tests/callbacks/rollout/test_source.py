@@ -1,6 +1,5 @@
 """A reward model that is a child of the module scores samples for selection, the curriculum, metrics and the loss."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 from modules.on_policy.preparation.test_rewards import reward_model
-from rl_runs import digits, fit_run, setup_run
+from rl_runs import additions, digits, fit_run, setup_run
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import Ahead, DynamicSampling, LocalEngine, Prompt, RolloutCallback, Sample, SamplingSpec
@@ -52,12 +51,11 @@ def test_dynamic_sampling_selects_by_the_scores_of_a_reward_model_among_the_chil
 
 def test_validation_logs_the_scores_and_sources_have_them_too(tmp_path: Path) -> None:
     held = [{"prompt": f"{i}+1=", "answer": "", "source": "easy" if i % 3 else "hard"} for i in range(7)]
-    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
     folder = reward_model(tmp_path)
     trainer, module, data, rollouts = setup_run(
         tmp_path,
         module_arguments={"parts": [RewardModel(folder).plain()]},
-        data_arguments={"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"},
+        data_arguments={"validation_data": held},
         rollouts=RolloutCallback(digits, sampling=SAMPLING),
     )
     metrics = trainer.validate(module, data, verbose=False)[0]
@@ -163,8 +161,6 @@ class Batching(LocalEngine):
 
 
 def test_a_group_function_reads_texts_and_changes_training_only(tmp_path: Path) -> None:
-    held = tmp_path / "held.jsonl"
-    held.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": ""}) + "\n" for i in range(7)))
     texts: list[str] = []
     decoded: list[str] = []
     iterations: list[int] = []
@@ -184,7 +180,7 @@ def test_a_group_function_reads_texts_and_changes_training_only(tmp_path: Path) 
         trainer, *_ = fit_run(
             tmp_path,
             rollouts=rollouts,
-            data_arguments={"validation_data": str(held), "validation_split": "train"},
+            data_arguments={"validation_data": additions(7)},
             module_arguments={"lr": 1e-12},  # so that validation compares the same policy
             max_epochs=1,
         )

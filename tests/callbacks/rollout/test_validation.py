@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -138,7 +137,6 @@ class Scores(L.Callback):
 
 def test_the_best_checkpoint_is_the_one_with_the_best_evaluation(tmp_path: Path) -> None:
     held = [{"prompt": f"{i}+1=", "answer": "", "source": "easy" if i % 3 else "hard"} for i in range(12)]
-    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
 
     def run(*callbacks: L.Callback, **arguments: Any) -> Any:
         rollouts = RolloutCallback(
@@ -154,7 +152,7 @@ def test_the_best_checkpoint_is_the_one_with_the_best_evaluation(tmp_path: Path)
                 )
             ],
         )
-        data = {"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"}
+        data = {"validation_data": held}
         return *setup_run(
             tmp_path,
             module_arguments={"lr": 1e-2},  # too much: validation goes up and down

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from callbacks.rollout.offload_runs import Look, OwnGRPO
-from rl_runs import fit_run, prompts_file
+from rl_runs import additions, fit_run
 
 from rlhfkit import RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks import SharedDevices
@@ -212,13 +212,11 @@ def parity(samples: Sequence[Sample]) -> list[float]:
 
 def run(folder: Path, pool: VLLMPool, *, reward: Any = parity, **arguments: Any) -> dict[str, Any]:
     """Two iterations of two updates, with a validation before them and after each; what was learned."""
-    other = folder / "validation"
-    other.mkdir(parents=True, exist_ok=True)
     rollouts = RolloutCallback(reward, engine=pool, sampling=SPEC, parts=arguments.pop("parts", ()))
     look = Look(rollouts)
     torch.manual_seed(0)
     ranks = arguments.get("devices", 1)
-    data = {"rollout_batch_size": 8, "micro_batch_size": 8 // ranks, "validation_data": prompts_file(other, rows=4)}
+    data = {"rollout_batch_size": 8, "micro_batch_size": 8 // ranks, "validation_data": additions(4)}
     arguments["callbacks"] = [*arguments.get("callbacks", ()), look]
     trainer, *_ = fit_run(
         folder, module=OwnGRPO, rollouts=rollouts, data_arguments=data, use_distributed_sampler=False, **arguments

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, fit_run, prompts_file
+from rl_runs import additions, digits, fit_run
 from shared_pool import SharedPool
 
 from rlhfkit import RolloutCallback, SamplingSpec
@@ -88,8 +88,6 @@ def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(
 
     At both levels: ``rollout/remote/test_rank_memory.py``.
     """
-    other = tmp_path / "validation"
-    other.mkdir()
     seen: list[tuple[set[State], set[bool]]] = []
 
     class Look(L.Callback):
@@ -102,7 +100,7 @@ def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(
         rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
         _, module, _ = fit_run(
             tmp_path, model=vllm_model, rollouts=rollouts, callbacks=[Look()], module_arguments={"lr": 5e-3},
-            data_arguments={"micro_batch_size": 16, "validation_data": prompts_file(other, rows=4)},
+            data_arguments={"micro_batch_size": 16, "validation_data": additions(4)},
             accumulate_grad_batches=1,
         )  # fmt: skip
         return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
