@@ -170,7 +170,6 @@ def test_overlong_examples_are_cut_dropped_or_refused(caplog: pytest.LogCaptureF
         ),
         ([{"prompt": 3, "completion": "a"}], {}, "column 'prompt' of the given rows, row 0, must hold text.* int"),
         ([{"messages": CHAT}], {"messages": "messages"}, "the tokenizer has no chat template"),
-        (ROWS, {"max_length": 1}, "at least 2"),
         (ROWS, {"tokenizer": None}, "no tokenizer"),
     ],
 )

@@ -145,8 +145,3 @@ def test_another_stream_begins_anew_with_a_warning(caplog: pytest.LogCaptureFixt
         assert len(found) == 2  # steps of the epoch that are left
         assert found[0] == first
         assert ("a new pass begins" in caplog.text) == (fingerprint == "two")
-
-
-def test_sizes_out_of_range_are_rejected() -> None:
-    with pytest.raises(ValueError, match="rank must be an integer of at least 0 and at most 0, got 1"):
-        loader(rank=1)

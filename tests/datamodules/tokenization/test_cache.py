@@ -10,7 +10,7 @@ from lazy_module import LazyModule
 from tiny_models import ROLES, chat_tokenizer, tiny_tokenizer
 
 from rlhfkit.datamodules import PreferenceDataModule, SFTDataModule
-from rlhfkit.datamodules.tokenization.cache import TokenCache, fingerprint
+from rlhfkit.datamodules.tokenization.cache import fingerprint
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
 from rlhfkit.datamodules.tokenization.sources import read_rows
 
@@ -166,8 +166,6 @@ def test_files_are_whole_or_absent_and_read_lazily(tmp_path: Path) -> None:
     examples = module(ROWS * 1000, cache_dir=tmp_path).examples
     assert examples[39_999] == examples[39]
     assert pyarrow.total_allocated_bytes() - before < 2_000_000  # of 40,000 rows, whose columns have a megabyte each
-    with pytest.raises(ValueError, match="num_proc must be an integer of at least 1, got 0"):
-        TokenCache(num_proc=0)
 
 
 def test_a_saved_folder_of_arrow_files_is_kept_outside_of_it(write_rows: Write, tokenised: list[int]) -> None:

@@ -111,7 +111,6 @@ def test_wrong_arguments_are_refused() -> None:
         ({"template": "{first} {second}"}, "prompt"),
         ({"verdict": "[AB]"}, "one group"),
         ({"on_failure": 0.0}, "on_failure must be"),
-        ({"retries": -1}, "retries"),
     ):
         with pytest.raises(ValueError, match=message):
             ChatJudge(**{"url": "http://localhost/v1", "model": "m"} | arguments)

@@ -133,7 +133,6 @@ class Local:
         ({"reward": "no_such_package.correct"}, "there is no module 'no_such_package'"),
         ({"reward": 3}, "reward must be callable or a dotted name, got int"),
         ({"reward": lambda batch: [0.0]}, "cannot be sent to another process"),
-        ({"on_failure": "ignore"}, "on_failure must be 'mask'"),
     ],
 )
 def test_mistakes_are_named(arguments: dict[str, object], message: str) -> None:
