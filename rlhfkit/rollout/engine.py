@@ -478,10 +478,14 @@ def check_scored(sequences: Sequence[Sequence[int]], *, context: int, vocabulary
 def check_requests(
     prompts: Sequence[Prompt], sampling: SamplingSpec, *, context: int, vocabulary: int, sees_images: bool = False
 ) -> None:
-    """Raise RequestError for an unknown stop token, or a prompt with unknown tokens, beyond the context, or unseen.
+    """Raise RequestError for an unknown stop token, or a prompt with unknown tokens, beyond the context, or unseen, and
+    TypeError for one that is no :class:`Prompt`.
 
     ``sees_images``: whether the engine gives the model the images of prompts.
     """
+    for prompt in prompts:
+        if not isinstance(prompt, Prompt):
+            raise TypeError(f"a prompt is Prompt(index, token_ids), tokens of the model's tokenizer; got {prompt!r:.80}")
     seeing = next((prompt.index for prompt in prompts if prompt.attachments), None)
     if seeing is not None and not sees_images:
         raise RequestError(

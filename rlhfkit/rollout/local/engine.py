@@ -23,7 +23,14 @@ from rlhfkit.models.attention.families import (
     takes_finished_masks,
     use_transformers_attention,
 )
-from rlhfkit.models.load import ModelLoading, language_model_class, load_causal_lm, load_tokenizer, stop_token_ids
+from rlhfkit.models.load import (
+    ModelLoading,
+    existing_name,
+    language_model_class,
+    load_causal_lm,
+    load_tokenizer,
+    stop_token_ids,
+)
 from rlhfkit.rollout.collector import Group, OpenGroups, sample_all
 from rlhfkit.rollout.engine import (
     DrainableWeights,
@@ -101,7 +108,7 @@ class LocalEngine(RolloutEngine):
             return
         from transformers import AutoConfig
 
-        self._config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        self._config = AutoConfig.from_pretrained(existing_name(model), trust_remote_code=trust_remote_code)
         self._tokenizer = self._given_tokenizer
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
