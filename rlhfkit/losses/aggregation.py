@@ -48,6 +48,12 @@ def sum_losses(*outputs: LossOutput) -> LossOutput:
     return LossOutput(loss, metrics, {name: value for output in outputs for name, value in output.tokens.items()})
 
 
+def check_loss_output(what: str, given: object) -> None:
+    """Raise TypeError unless a loss that somebody wrote returned a :class:`LossOutput`; ``what`` names it."""
+    if not isinstance(given, LossOutput):
+        raise TypeError(f"{what} returned {type(given).__name__}: return rlhfkit.LossOutput(loss, {{name: metric}})")
+
+
 def check_same_shape(**tensors: Tensor | None) -> None:
     """Raise unless all that are given are tensors of one shape; the message names them by their keywords.
 

@@ -16,6 +16,7 @@ from rlhfkit.data.batch import PaddedBatch, moved, on_both
 from rlhfkit.data.types import Experience
 from rlhfkit.first_lines import print_run, print_sizes, replace_model_summary, silence_tips
 from rlhfkit.losses import LossOutput, aggregate, sum_losses
+from rlhfkit.losses.aggregation import check_loss_output
 from rlhfkit.models import LoRA, PolicyOutput, adapter_disabled, load_causal_lm, load_tokenizer, policy_output
 from rlhfkit.models.attention.families import sees_images
 from rlhfkit.models.forward import UnpaddedBatch, packs_batches, unwrap
@@ -177,8 +178,11 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
 
     def with_terms(self, result: LossOutput, batch: Any, out: Any, old: Tensor | None = None) -> LossOutput:
         """Add the terms of parts to the loss of a micro-batch; ``old``: log-probs that ratios are taken to."""
-        terms = self.hooks["term"]
-        return sum_losses(result, *(term(batch, out, old) for term in terms)) if terms else result
+        terms = [term(batch, out, old) for term in self.hooks["term"]]
+        check_loss_output(f"{type(self).__name__}.loss", result)
+        for term, given in zip(self.hooks["term"], terms, strict=True):
+            check_loss_output(getattr(term, "__qualname__", "the term of a part"), given)
+        return sum_losses(result, *terms) if terms else result
 
     def observed(self, batch: Any, out: Any) -> dict[str, Tensor]:
         """The metrics of parts of a micro-batch of data."""

@@ -485,7 +485,9 @@ def check_requests(
     """
     for prompt in prompts:
         if not isinstance(prompt, Prompt):
-            raise TypeError(f"a prompt is Prompt(index, token_ids), tokens of the model's tokenizer; got {prompt!r:.80}")
+            raise TypeError(
+                f"a prompt is Prompt(index, token_ids), tokens of the model's tokenizer; got {prompt!r:.80}"
+            )
     seeing = next((prompt.index for prompt in prompts if prompt.attachments), None)
     if seeing is not None and not sees_images:
         raise RequestError(

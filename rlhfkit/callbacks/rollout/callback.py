@@ -198,6 +198,11 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
         shared = self.share(collected)
         with profiler_of(trainer).profile("rollout.prepare"), self.timing.record("prepare", self.iteration):
             experience = learner_of(trainer).prepare(shared.experience)
+        if not isinstance(experience, Experience):
+            name = type(trainer.lightning_module).__name__
+            raise TypeError(
+                f"{name}.prepare returned {type(experience).__name__}: return what super().prepare() returns"
+            )
         for note in self._hooks("after_prepare"):
             note(trainer, self.iteration)
         self._metrics = self._iteration_metrics(shared, experience, policy_version)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import Aggregation, LossOutput, mean_metric, ppo_loss, weighted_metric
+from rlhfkit.losses.aggregation import check_loss_output
 from rlhfkit.models import LoRA, ModelLoading, PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.forward_passes import ForwardPasses
@@ -19,7 +20,7 @@ from rlhfkit.modules.on_policy.functions import AdvantageFunction, PolicyLoss, c
 from rlhfkit.modules.on_policy.placed_models import PlacedModels
 from rlhfkit.modules.on_policy.ranks import Ranks, local_rows
 from rlhfkit.modules.optim import Optimization
-from rlhfkit.parts import GivenPart, Part, Stage, arrange, describe, overriding, plain_value
+from rlhfkit.parts import GivenPart, Part, Stage, arrange, describe, overriding, part_name, plain_value
 from rlhfkit.validation import GivenFunction
 
 
@@ -138,6 +139,11 @@ class OnPolicyModule(PolicyModule):
             begin(experience)
         for part in self.order:
             experience = part.prepare(experience)
+            if not isinstance(experience, Experience):
+                gave = type(experience).__name__
+                raise TypeError(
+                    f"{part_name(part)}.prepare returned {gave}: return rows, as dataclasses.replace makes them"
+                )
             if part.stage == Stage.SCORE:
                 scored = experience
         check_advantages(experience, self.policy_loss, self.order)
@@ -175,6 +181,7 @@ class OnPolicyModule(PolicyModule):
         """Compute the loss of one micro-batch of an iteration."""
         out = self.policy_output(batch)
         result = self.loss(batch, out)
+        check_loss_output(f"{type(self).__name__}.loss", result)
         loss, metrics = result.loss, dict(result.metrics)
         for observe in self.observers:
             metrics |= observe(batch, out, self.old_logprobs(batch, out))
