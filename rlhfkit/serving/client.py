@@ -187,7 +187,7 @@ class HTTPClient:
             # Not the environment's proxies and .netrc, which would receive or replace the token.
             "verify": ssl.create_default_context(cafile=options.ssl_ca_certs),
             "trust_env": False,
-            "timeout": httpx.Timeout(options.timeout, connect=min(_CONNECT_SECONDS, options.timeout), pool=None),
+            "timeout": httpx.Timeout(None, connect=_CONNECT_SECONDS),  # _exchange limits all of a request
         }
         # No bound in the pool, which would close connections of one server while requests to another need theirs.
         self._client = httpx.AsyncClient(**self._settings, limits=httpx.Limits(max_connections=None))

@@ -302,6 +302,20 @@ def test_waits_are_doubled_each_time_that_all_servers_have_failed(nobody: str, w
         assert least <= wait <= least + 0.5
 
 
+def test_a_single_call_has_a_time_limit_of_its_own(running: tuple[Misbehaviour, str]) -> None:
+    """As a transfer of weights has, which may take longer than a request."""
+    url = f"{running[1]}/slow"
+    options = client.ClientOptions(
+        urls=url, token=AccessToken(SECRET), concurrency=1, timeout=0.2, retries=0, max_response_bytes=100
+    )
+
+    async def asked() -> bytes:
+        async with client.HTTPClient("a test", options) as one:
+            return await one.call("POST", url, b'{"samples": []}', timeout=60)
+
+    assert asyncio.run(asked()) == b'{"rewards":[]}'
+
+
 def test_a_server_that_has_failed_a_thousand_times_has_failed_no_worse() -> None:
     dead = Endpoint("http://127.0.0.1:1")
     for _ in range(1100):
