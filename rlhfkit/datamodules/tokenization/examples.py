@@ -211,8 +211,8 @@ class ExampleBuilder:
         if not len(answers):
             raise ValueError(
                 f"{self.source}: none of its {len(rows)} rows {self.wanted} within max_length {self.max_length} "
-                f"({', '.join(f'{name}: {count}' for name, count in answers.counts.items())}): raise max_length or "
-                "check the columns"
+                f"({', '.join(f'{name}: {count}' for name, count in answers.counts.items())}): raise max_length, or "
+                "check the columns and the roles of messages (user, assistant)"
             )
         if self.reports:
             self.report(len(rows), answers.counts, sum(answers.targets))
