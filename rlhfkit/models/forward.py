@@ -111,14 +111,22 @@ class ForwardPass(Protocol):
         ...
 
 
-def refuse_attachments(batch: Any) -> None:
-    """Raise ValueError if a row of a batch has something beside tokens, which a model of text would leave out."""
+def attachments_problem(batch: Any) -> str:
+    """Why a model of text cannot compute a batch of which a row has something beside tokens; empty if none has."""
     attachments = getattr(batch, "attachments", None)
-    if attachments is not None and any(attachments):
-        raise ValueError(
-            f"{sum(map(bool, attachments))} sequences of a batch have images, which this model was not loaded for: it "
-            "reads text only, or its attention (varlen, buckets) or mesh was asked for and cannot have them"
-        )
+    if attachments is None or not any(attachments):
+        return ""
+    return (
+        f"{sum(map(bool, attachments))} sequences of a batch have images, which this model was not loaded for: it "
+        "reads text only, or its attention (varlen, buckets), sequence_parallel_size or tensor_parallel_size was asked "
+        "for and cannot have them"
+    )
+
+
+def refuse_attachments(batch: Any) -> None:
+    """Raise ValueError for the problem of :func:`attachments_problem`, which would be left out."""
+    if problem := attachments_problem(batch):
+        raise ValueError(problem)
 
 
 class PaddedForward:
@@ -186,7 +194,6 @@ class JoinedForward:
 
     def inputs(self, batch: TokenizedBatch, wanted: Tensor | None = None, request: tuple[Any, ...] = ()) -> ModelInputs:
         """This rank's part of the joined row. A collective; ``request`` must be the same for all members."""
-        refuse_attachments(batch)
         input_ids, real = batch.input_ids, batch.attention_mask.bool()
         lengths, prefixes, chosen = read_rows(input_ids, real, real if wanted is None else wanted.bool())
         tokens = on_cpu(input_ids).flatten()
@@ -195,7 +202,9 @@ class JoinedForward:
         following = tokens[(index + 1).clamp(max=len(tokens) - 1)]
         row = tokens[layout.tokens]
         positions = layout.places.flatten()[index]
-        own = OwnRow(layout.lengths, layout.prefixes, row, positions, following, (self.name, *request))
+        request = self.name, *request
+        problem = attachments_problem(batch)
+        own = OwnRow(layout.lengths, layout.prefixes, row, positions, following, request, problem)
         joined = join_rows(self.group, own, real.device)
         return ModelInputs(joined.arguments, joined.positions, send_together([index], real.device)[0], joined)
 

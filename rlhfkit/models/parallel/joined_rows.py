@@ -32,6 +32,7 @@ class OwnRow(NamedTuple):
         positions: (M_i,) int64, index in the row of each selected token.
         following: (M_i,) int64, the token after each selected one in its sequence; any number where there is none.
         request: What is asked of the forward pass, the same for all members.
+        problem: Why its batch cannot be computed, which is then an error of all members; empty: it can.
     """
 
     lengths: tuple[int, ...]
@@ -40,6 +41,7 @@ class OwnRow(NamedTuple):
     positions: Tensor
     following: Tensor
     request: tuple[Any, ...]
+    problem: str = ""
 
 
 def deal_tokens(layout: PackedLayout, group: ForwardGroup) -> tuple[Tensor, SharedAttention | None]:
@@ -114,8 +116,12 @@ def join_rows(group: ForwardGroup, own: OwnRow, device: torch.device) -> JoinedR
 
     Raises:
         RuntimeError: If the members are in different forward passes.
+        ValueError: If the batch of one cannot be computed.
     """
     rows = group.gather(own)
+    for row in rows:
+        if row.problem:
+            raise ValueError(row.problem)
     requests = {row.request for row in rows}
     if len(requests) > 1:
         raise RuntimeError(

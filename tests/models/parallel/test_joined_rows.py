@@ -6,6 +6,7 @@ Covers joined_rows.py, ulysses.py, vocabulary.py and router_loss.py.
 from typing import Any
 
 import pytest
+import torch
 from strategies import ranks
 from torch import Tensor
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -13,6 +14,9 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from models.parallel.sequence_ranks import CASES
+from rlhfkit.mesh import ForwardGroup, Mesh
+from rlhfkit.models.forward import JoinedForward, UnpaddedBatch
+from rlhfkit.models.parallel.joined_rows import OwnRow
 from rlhfkit.models.parallel.vocabulary import vocabulary_parts
 from rlhfkit.models.router_loss import _has_usual_formula
 
@@ -53,3 +57,14 @@ def test_parts_cover_the_vocabulary_and_differ_by_one_entry_at_most(vocabulary: 
     parts = vocabulary_parts(vocabulary, 3)
     assert [part.stop - part.start for part in parts] == sizes
     assert [index for part in parts for index in range(part.start, part.stop)] == list(range(vocabulary))
+
+
+def test_images_of_one_member_are_an_error_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would wait for its tokens."""
+    brought: list[OwnRow] = []
+    monkeypatch.setattr(ForwardGroup, "gather", lambda _, own: brought.append(own) or brought)
+    forward = JoinedForward(ForwardGroup(Mesh(0, 2, sequence=2), None, None, None), "model")
+    for images in (((), ("a picture",)), None):
+        with pytest.raises(ValueError, match=r"1 sequences of a batch have images, .* or its attention .*sequence_par"):
+            forward.inputs(UnpaddedBatch(torch.ones(2, 3, dtype=torch.int64), images))
+    assert len(brought) == 2
