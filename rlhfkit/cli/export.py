@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from rlhfkit.models.attention.families import sees_images
 from rlhfkit.models.load import ModelLoading, base_model_name, existing_name, load_causal_lm, load_tokenizer
 from rlhfkit.models.lora import adapter_base
 from rlhfkit.models.weights.files import save_weights
@@ -179,6 +180,11 @@ def merge_adapter(
     with atomic_folder(output, overwrite=overwrite) as folder:
         model = load_causal_lm(adapter, loading=ModelLoading(trust_remote_code=trust_remote_code))
         save_weights(model, folder, {name: tensor.clone() for name, tensor in ModuleWeights(model, dtype=written)})
+        if sees_images(cast(Any, model).config):
+            from rlhfkit.models.vision import load_processor
+
+            start = base_model_name(adapter)
+            load_processor(start, trust_remote_code=trust_remote_code).save_pretrained(folder)
         load_tokenizer(adapter, trust_remote_code=trust_remote_code).save_pretrained(folder)
     return Path(output)
 

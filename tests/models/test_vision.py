@@ -8,12 +8,15 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from peft import PeftModel
 from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.models.smolvlm import processing_smolvlm
 
 from models.vision_families import SIDE, VISION_FAMILIES, save_vision_model
+from rlhfkit import SFTModule
+from rlhfkit.cli.export import merge_adapter
 from rlhfkit.data.images import Image
 from rlhfkit.models import (
     LoRA,
@@ -225,6 +228,28 @@ def test_adapters_are_where_they_were_asked_for(family: str, modality: Any, root
     found.sum().backward()
     trained = [one for one in model.parameters() if one.requires_grad]
     assert any(one.grad is not None and bool(one.grad.any()) for one in trained)
+
+
+@pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl"])
+def test_an_adapter_of_both_parts_is_the_same_in_every_export(name: str, root: Path, tmp_path: Path) -> None:
+    folder = folder_of(name, root)
+    module, case = SFTModule(str(folder), lora=LoRA(rank=2, modality="both")), Case(folder)
+    module.configure_model()
+    with torch.no_grad():
+        for parameter in module.policy.eval().parameters():
+            parameter += 0.05 * parameter.requires_grad
+        expected = policy_output(module.policy, case.batch, case.mask).logprobs
+        module.save_pretrained(tmp_path / "merged")
+        module.save_pretrained(tmp_path / "adapter", adapter=True)
+        merge_adapter(str(tmp_path / "adapter"), tmp_path / "command")
+        read = policy_output(load_causal_lm(str(tmp_path / "adapter")).eval(), case.batch, case.mask).logprobs
+        torch.testing.assert_close(read, expected, atol=TOLERANCE, rtol=0)
+        models = {each: plain_model(tmp_path / each) for each in ("merged", "command")}
+        models["peft"] = PeftModel.from_pretrained(plain_model(folder), tmp_path / "adapter")
+        for place, model in models.items():
+            for row, found in enumerate(case.plain_logprobs(model.eval())):
+                torch.testing.assert_close(found, expected[row, : len(found)], atol=1e-4, rtol=0, msg=f"{place}, {row}")
+    assert load_processor(str(tmp_path / "command")).image_token == load_processor(str(folder)).image_token
 
 
 def test_texts_alone_and_the_row_check(family: str, root: Path) -> None:
