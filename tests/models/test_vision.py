@@ -203,15 +203,17 @@ def test_rows_with_equal_text_and_swapped_images_differ(root: Path) -> None:
 def test_checkpointing_and_a_frozen_tower_leave_gradients_as_they_are(family: str, root: Path) -> None:
     folder = folder_of(family, root)
     case, gradients = case_of(family, folder), []
-    for checkpointed in (False, True):
-        model = load_causal_lm(str(folder), loading=ModelLoading(gradient_checkpointing=checkpointed))
-        assert not any(parameter.requires_grad for _, parameter in vision_parameters(model))
+    for checkpointed, trained in ((False, True), (True, True), (True, False)):
+        loading = ModelLoading(gradient_checkpointing=checkpointed, train_vision=trained)
+        model = load_causal_lm(str(folder), loading=loading)
+        vision = {name for name, _ in vision_parameters(model)}
+        assert all(one.requires_grad == (trained or name not in vision) for name, one in model.named_parameters())
         policy_output(model, case.batch, case.mask).logprobs.sum().backward()
         gradients.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
-    assert gradients[0]
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient)
+    assert gradients[0].keys() == gradients[1].keys() > gradients[2].keys() == gradients[0].keys() - vision
+    for found in gradients[1:]:
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, gradients[0][name])
 
 
 @pytest.mark.parametrize("modality", ["language", "vision", "both"])
