@@ -46,8 +46,11 @@ def completion_logprobs(model: Any, sample: Sample, temperature: float = 1.0) ->
     return token_logprobs(model, sample.all_token_ids.tolist(), temperature)[sample.prompt.num_tokens - 1 :]
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per printable ASCII character and newline; 99 tokens, pad and eos among them."""
+def tiny_tokenizer(**extra: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per printable ASCII character and newline; 99 tokens, pad and eos among them.
+
+    And those of ``extra``, such as of images, by the names that processors know them by.
+    """
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -59,6 +62,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
+        **({"extra_special_tokens": extra} if extra else {}),
     )
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import PIL.Image
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny_models import tiny_tokenizer
 
 from rlhfkit.data.images import Image
 from rlhfkit.data.types import Prompt
@@ -56,24 +55,6 @@ TEMPLATE = (
 )
 
 
-def tokenizer(*extra: str, **named: str) -> PreTrainedTokenizerFast:
-    """One token per character, and tokens of images."""
-    characters = [chr(code) for code in range(32, 127)] + ["\n"]
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-        extra_special_tokens=named,
-        additional_special_tokens=list(extra),
-    )
-
-
 def processor_class(name: str) -> Any:
     """A class of processors that needs no torchvision."""
     return vision._without_video(getattr(transformers, name))
@@ -82,7 +63,7 @@ def processor_class(name: str) -> Any:
 def qwen(three: bool) -> tuple[Any, Any]:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    words = tokenizer(
+    words = tiny_tokenizer(
         image_token="<|image_pad|>",
         video_token="<|video_pad|>",
         vision_start_token="<|vision_start|>",
@@ -117,7 +98,7 @@ def qwen(three: bool) -> tuple[Any, Any]:
 def gemma3() -> tuple[Any, Any]:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-    words = tokenizer(boi_token="<start_of_image>", image_token="<image_soft_token>", eoi_token="<end_of_image>")
+    words = tiny_tokenizer(boi_token="<start_of_image>", image_token="<image_soft_token>", eoi_token="<end_of_image>")
     images = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
     config = transformers.Gemma3Config(
         text_config=TEXT | {"head_dim": 32, "sliding_window": 512, "query_pre_attn_scalar": 32},
@@ -140,7 +121,7 @@ def idefics3(smol: bool) -> tuple[Any, Any]:
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-    words = tokenizer(
+    words = tiny_tokenizer(
         image_token="<image>",
         fake_image_token="<fake_token_around_image>",
         global_image_token="<global-img>",
@@ -168,7 +149,7 @@ def llava(onevision: bool) -> tuple[Any, Any]:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-    words = tokenizer(image_token="<image>", video_token="<video>")
+    words = tiny_tokenizer(image_token="<image>", video_token="<video>")
     token, template = words.convert_tokens_to_ids("<image>"), TEMPLATE.replace("IMAGE", "<image>")
     tower = TOWER | {"model_type": "clip_vision_model", "projection_dim": 64}
     side = {"height": SIDE, "width": SIDE}

@@ -61,7 +61,8 @@ def bitwise(folder: Path, model: str, stage: int) -> dict[str, Any]:
         saver = SaveBothWays(place, gate)
         straight, kept = run(strategy, model, 1, [saver])
     files = {name for name in os.listdir(place) if not name.endswith(".tmp")}
-    manifests = [verification.verify(place / f"{name}.ckpt") for name in ("blocking", "background")]
+    both = [place / "blocking.ckpt", place / "background.ckpt"]
+    manifests = [verification.verify(path) for path in both]
     own = directory.files_of_rank(place / "background.ckpt", RANK)
     resumed, spy = run(RLHFDeepSpeedStrategy(stage, async_save=True), model, 1, [], place / "background.ckpt")
     return {
@@ -71,8 +72,7 @@ def bitwise(folder: Path, model: str, stage: int) -> dict[str, Any]:
         "different": [
             name
             for name in own
-            if name.endswith(".pt")
-            and not same(*(torch.load(place / f"{how}.ckpt" / name, weights_only=False) for how in saver_names()))
+            if name.endswith(".pt") and not same(*(torch.load(path / name, weights_only=False) for path in both))
         ],
         "snapshot": strategy.snapshot_bytes / sum(manifests[1]["files"][name] for name in own),
         "loss": difference(resumed.losses, straight.losses[4:]),
@@ -91,10 +91,6 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))
     return first == second or (hasattr(first, "__dict__") and same(vars(first), vars(second)))
-
-
-def saver_names() -> tuple[str, str]:
-    return "blocking", "background"
 
 
 @contextmanager

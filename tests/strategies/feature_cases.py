@@ -5,11 +5,13 @@ from typing import Any
 
 import peft
 import torch
+from rl_runs import SaveAt
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from strategies import toys
 from strategies.parity_cases import RANK, RANKS, Spy, difference, fit, weight_difference
+from strategies.resume_cases import run
 
 
 def zero(**options: Any) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def everything(folder: Path, model: str, mixtral: str) -> dict[str, Any]:
         "experts": experts(mixtral),
         "sharded": sharded_build(model),
         "stages": one_module_at_many_stages(model),
-        "adapters": {str(stage): adapters(folder / f"lora{stage}", model, stage) for stage in range(4)},
+        "adapters": {str(stage): adapters(folder / f"lora{stage}.ckpt", model, stage) for stage in range(4)},
     }
 
 
@@ -104,23 +106,11 @@ class WithAdapters(toys.Toy):
 
 def adapters(place: Path, model: str, stage: int) -> dict[str, Any]:
     """Only adapters are in the optimizer and the checkpoint; resume is bitwise."""
-    place = Path(place)
-
-    class Save(toys.pl.Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(place / "lora.ckpt")
-
-    def run(epochs: int, callbacks: list[Any], resume: Path | None = None) -> tuple[Any, Spy]:
-        module, spy = WithAdapters(model), Spy()
-        trainer = toys.trainer(f"rlhf_zero{stage}", RANKS, max_epochs=epochs, callbacks=[spy, *callbacks])
-        trainer.fit(module, toys.ShareLoader(toys.global_batches(2), RANK, RANKS), ckpt_path=resume)
-        return module, spy
-
-    straight, kept = run(2, [Save()])
-    resumed, spy = run(2, [], place / "lora.ckpt")
+    options: dict[str, Any] = {"kind": WithAdapters, "critic": False, "reference": False, "batches": 4}
+    straight, kept = run(f"rlhf_zero{stage}", model, 1, [SaveAt(place, 2)], **options)
+    resumed, spy = run(f"rlhf_zero{stage}", model, 1, [], place, **options)
     saved: list[str] = []
-    for file in sorted((place / "lora.ckpt" / "policy" / "checkpoint").glob("*model_states.pt")):
+    for file in sorted((place / "policy" / "checkpoint").glob("*model_states.pt")):
         state = torch.load(file, weights_only=False)
         saved += [name for name, value in state["module"].items() if value is not None and value.numel()]
     return {

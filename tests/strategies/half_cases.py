@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_optimizer_state
+from rl_runs import SaveAt
 from torch import Tensor
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from strategies import toys
 from strategies.parity_cases import RANK, RANKS
-from strategies.resume_cases import SaveAt
 
 UPDATES = 4
 CASES = {
@@ -138,7 +138,7 @@ def everything(folder: Path, model: str) -> dict[str, Any]:
 def resume(path: Path, stage: int, model: str) -> dict[str, Any]:
     """A run that is stopped after its second update, when a scale has fallen, against a straight one."""
     straight, again = Scales(), Scales()
-    first, _ = run(stage, model, (19, 8), [straight, SaveAt(4, path)])
+    first, _ = run(stage, model, (19, 8), [straight, SaveAt(path, 4)])
     second, _ = run(stage, model, (4, 4), [again], path=path)
     return {
         "losses": first.losses[4:] == second.losses,

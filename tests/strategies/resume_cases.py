@@ -5,22 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
+from rl_runs import SaveAt
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
 from rlhfkit.checkpoints import CheckpointError
 from strategies import toys
 from strategies.parity_cases import RANK, RANKS, Spy, difference, weight_difference
-
-
-class SaveAt(toys.pl.Callback):
-    """Saves once, after a number of batches, as users do from a callback of their own."""
-
-    def __init__(self, batch: int, path: Path) -> None:
-        self.batch, self.path = batch, path
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if index + 1 == self.batch and trainer.current_epoch == 0 and not self.path.exists():
-            trainer.save_checkpoint(self.path)
 
 
 class SaveFirstEnd(ModelCheckpoint):
@@ -37,8 +27,9 @@ def run(
     """Fit with dropout, two engines, a frozen reference, accumulation 2 and a schedule, so that all state matters."""
     batches = options.pop("batches", 6)
     fit = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0} | options.pop("trainer", {})
+    kind = options.pop("kind", toys.Toy)
     settings = {"critic": True, "reference": True, "dropout": 0.2} | options
-    module, spy = toys.Toy(model, **settings), Spy()
+    module, spy = kind(model, **settings), Spy()
     trainer = toys.trainer(strategy, RANKS, max_epochs=epochs, callbacks=[spy, *callbacks], **fit)
     toys.pl.seed_everything(11 + RANK, verbose=False)
     trainer.fit(module, toys.ShareLoader(toys.global_batches(batches), RANK, RANKS), ckpt_path=resume)
@@ -52,7 +43,7 @@ def resume(folder: Path, model: str, stages: list[int], precisions: list[str]) -
         options: dict[str, Any] = {"trainer": {"precision": precision}, "batches": 4}
         name, place = f"rlhf_zero{stage}", folder / f"stage{stage}-{precision}"
         saver = SaveFirstEnd(dirpath=place, filename="end", save_on_train_epoch_end=True)
-        saves = [SaveAt(2, place / "middle.ckpt"), SaveAt(3, place / "window.ckpt"), saver]
+        saves = [SaveAt(place / "middle.ckpt", 2), SaveAt(place / "window.ckpt", 3), saver]
         saving = options | {"trainer": options["trainer"] | {"enable_checkpointing": True}}
         straight, kept = run(name, model, 2, saves, **saving)
         moments = {"end": 4, "middle": 2} | ({"window": 2} if stage >= 2 else {})

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
-from rlhfkit.strategies.checkpoint import directory, verification
+from rlhfkit.strategies.checkpoint import verification
 from strategies import ranks
+from strategies.test_directory import write
 
 pytestmark = pytest.mark.distributed
 STAGES, PRECISIONS = [0, 1, 2, 3], ["32-true", "bf16-true"]
@@ -84,10 +84,7 @@ def test_damage_is_named_and_the_previous_checkpoint_is_used(report: dict[str, A
 def test_the_last_complete_checkpoint_is_never_deleted(tmp_path: Path) -> None:
     strategy = RLHFDeepSpeedStrategy(stage=0)
     for name in ("a.ckpt", "b.ckpt"):
-        folder = directory.create_temporary(tmp_path / name)
-        torch.save(name, folder / "rank_00000.pt")
-        about = {"saved_at": 0.0, "world_size": 1, "global_step": 0, "engines": {}}
-        directory.commit(tmp_path / name, directory.sync_files(folder, ["rank_00000.pt"]), about)
+        write(tmp_path / name, name, 0.0)
     (tmp_path / "b.ckpt" / "rank_00000.pt").unlink()
     with pytest.warns(UserWarning, match="only complete checkpoint"):
         strategy.remove_checkpoint(tmp_path / "a.ckpt")

@@ -120,26 +120,21 @@ def test_a_link_to_a_checkpoint_that_was_never_completed_leads_to_the_newest_one
     assert reason.endswith("last.ckpt links to step=3.ckpt, which was not complete when its run ended.")
 
 
+READABLE: dict[str, Any] = {"format": 3, "saved_at": 2.0, "world_size": 1, "engines": {}, "files": {}}
 MANIFESTS = {
     "a list": [],
     "null": None,
     "a number": 3,
     "text": "manifest",
     "empty": {},
-    "no files": {"format": 3, "saved_at": 2.0, "world_size": 1, "engines": {}},
-    "files as a list": {"format": 3, "saved_at": 2.0, "world_size": 1, "engines": {}, "files": ["rank_00000.pt"]},
-    "records as objects": {"format": 3, "saved_at": 2.0, "world_size": 1, "engines": {}, "files": {"a": {"size": 3}}},
-    "a size as text": {
-        "format": 3,
-        "saved_at": 2.0,
-        "world_size": 1,
-        "engines": {},
-        "files": {"a": "3"},
-    },
-    "no ranks": {"format": 3, "saved_at": 2.0, "world_size": 0, "engines": {}, "files": {}},
-    "engines as a list": {"format": 3, "saved_at": 2.0, "world_size": 1, "engines": ["policy"], "files": {}},
-    "a time as text": {"format": 3, "saved_at": "now", "world_size": 1, "engines": {}, "files": {}},
-    "a step as text": {"format": 3, "saved_at": 2.0, "world_size": 1, "global_step": "5", "engines": {}, "files": {}},
+    "no files": {name: value for name, value in READABLE.items() if name != "files"},
+    "files as a list": READABLE | {"files": ["rank_00000.pt"]},
+    "records as objects": READABLE | {"files": {"a": {"size": 3}}},
+    "a size as text": READABLE | {"files": {"a": "3"}},
+    "no ranks": READABLE | {"world_size": 0},
+    "engines as a list": READABLE | {"engines": ["policy"]},
+    "a time as text": READABLE | {"saved_at": "now"},
+    "a step as text": READABLE | {"global_step": "5"},
 }
 
 

@@ -1,6 +1,6 @@
-"""Plain scripts, ranks that do not join, locks of interrupted builds.
+"""Plain scripts, of which this file is one, ranks that do not join, locks of interrupted builds.
 
-Covers strategies/strategy.py, deepspeed/rendezvous.py and deepspeed/process_group.py, with launch_cases.py.
+Covers strategies/strategy.py, deepspeed/rendezvous.py and deepspeed/process_group.py.
 """
 
 import json
@@ -16,9 +16,17 @@ import torch.distributed as dist
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.deepspeed import rendezvous
-from strategies import ranks
+from strategies import ranks, toys
 
-SCRIPT = Path(__file__).with_name("launch_cases.py")
+
+def script(model: str) -> None:
+    """Two ranks; the Trainer finds or starts them."""
+    module = toys.Toy(model)
+    trainer = toys.trainer("rlhf_zero2", 2, enable_model_summary=False)
+    rank = trainer.global_rank
+    trainer.fit(module, toys.ShareLoader(toys.global_batches(3), rank, 2))
+    if trainer.is_global_zero:
+        Path("result.json").write_text(json.dumps({"losses": module.losses, "world_size": trainer.world_size}))
 
 
 @pytest.mark.distributed
@@ -27,9 +35,9 @@ def test_two_ranks_from_a_script(tmp_path: Path, model_folder: str) -> None:
     environment = ranks.rank_environment(0, 2, ranks.free_port(), tmp_path)
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
         environment.pop(name)
-    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), model_folder],
+        [sys.executable, __file__, model_folder],
         env=environment,
         cwd=tmp_path,
         stdout=subprocess.PIPE,
@@ -83,3 +91,7 @@ def test_missing_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"rlhfkit\[deepspeed\]"):
         RLHFDeepSpeedStrategy()
+
+
+if __name__ == "__main__":
+    script(sys.argv[1])

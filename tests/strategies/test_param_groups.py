@@ -57,33 +57,20 @@ def test_a_split_optimizer_steps_its_part_only_and_follows_the_schedule_of_the_w
     assert part.param_groups[0]["lr"] == 0.0
 
 
-def test_group_over_two_children_is_refused() -> None:
-    module = pair()
-    with pytest.raises(MisconfigurationException, match=r"group 0 .*spans the children \['critic', 'policy'\]"):
-        groups_by_child(module, torch.optim.SGD(module.parameters(), lr=1.0))
-
-
-def test_parameter_shared_by_two_children_is_refused() -> None:
-    module = pair()
-    module["other"] = nn.Sequential(module.policy[0])
-    with pytest.raises(MisconfigurationException, match=r"'policy\.0\.weight', which is shared by .*'other'"):
-        groups_by_child(module, torch.optim.SGD(module.policy.parameters(), lr=1.0))
-
-
-def test_parameter_outside_every_child_is_refused() -> None:
-    module = nn.Module()
-    module.temperature = nn.Parameter(torch.ones(1))
-    with pytest.raises(MisconfigurationException, match="'temperature', which is outside every child"):
-        groups_by_child(module, torch.optim.SGD(module.parameters(), lr=1.0))
-
-
-def test_partly_covered_child_is_refused_and_frozen_parameters_are_not_missed() -> None:
-    module = pair()
-    optimizer = torch.optim.SGD(module.policy[0].parameters(), lr=1.0)
-    with pytest.raises(MisconfigurationException, match=r"2 parameter\(s\) of 'policy' .*1\.weight, 1\.bias"):
-        groups_by_child(module, optimizer)
+def test_groups_that_no_child_owns_alone_are_refused_and_frozen_parameters_are_not_missed() -> None:
+    module, sharing, outside = pair(), pair(), nn.Module()
+    sharing["other"] = nn.Sequential(sharing.policy[0])
+    outside.temperature = nn.Parameter(torch.ones(1))
+    for one, trained, problem in (
+        (module, module, r"group 0 .*spans the children \['critic', 'policy'\]"),
+        (sharing, sharing.policy, r"'policy\.0\.weight', which is shared by .*'other'"),
+        (outside, outside, "'temperature', which is outside every child"),
+        (module, module.policy[0], r"2 parameter\(s\) of 'policy' .*1\.weight, 1\.bias"),
+    ):
+        with pytest.raises(MisconfigurationException, match=problem):
+            groups_by_child(one, torch.optim.SGD(trained.parameters(), lr=1.0))
     module.policy[1].requires_grad_(False)
-    assert list(groups_by_child(module, optimizer)) == ["policy"]
+    assert list(groups_by_child(module, torch.optim.SGD(module.policy[0].parameters(), lr=1.0))) == ["policy"]
 
 
 def test_engine_config_merges_overrides_without_touching_the_base() -> None:

@@ -10,6 +10,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 VOCABULARY = 48
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
 
 
 def save_tiny_llama(folder: str | Path, *, tied: bool = False, seed: int = 1) -> str:
@@ -17,17 +26,7 @@ def save_tiny_llama(folder: str | Path, *, tied: bool = False, seed: int = 1) ->
 
     Models are always loaded from it: random initialisation draws other numbers when a model is built in shards.
     """
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-    )
+    config = LlamaConfig(**SIZES, intermediate_size=64, tie_word_embeddings=tied)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         LlamaForCausalLM(config).save_pretrained(folder)
@@ -36,17 +35,7 @@ def save_tiny_llama(folder: str | Path, *, tied: bool = False, seed: int = 1) ->
 
 def save_tiny_mixtral(folder: str | Path) -> str:
     """A mixture of four experts, two for each token."""
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-    )
+    config = MixtralConfig(**SIZES, intermediate_size=48, num_local_experts=4)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         MixtralForCausalLM(config).save_pretrained(folder)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from rl_runs import SaveAt
 from torch import Tensor
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
@@ -16,7 +17,6 @@ from rlhfkit.modules.optimizers import Muon
 from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
 from strategies import toys
 from strategies.parity_cases import RANK, RANKS, Spy
-from strategies.resume_cases import SaveAt
 
 STAGES = (0, 1, 2, 3)
 
@@ -92,14 +92,14 @@ def special_cases(tied: str, saved_by: int) -> list[tuple[str, int, dict[str, An
 def save(folder: Path, model: str, place: str, tied: str) -> None:
     """Checkpoints in the middle of an epoch at every stage, and at the end of one."""
     for stage in STAGES:
-        run(stage, model, 1, [SaveAt(2, Path(place) / f"{RANKS}-{stage}" / "middle.ckpt")])
+        run(stage, model, 1, [SaveAt(Path(place) / f"{RANKS}-{stage}" / "middle.ckpt", 2)])
     for name, stage, options in special_cases(tied, RANKS):
         where = Path(place) / f"{RANKS}-{name}-{stage}"
-        run(stage, options.pop("model", model), 1, [SaveAt(2, where / "middle.ckpt")], **options)
+        run(stage, options.pop("model", model), 1, [SaveAt(where / "middle.ckpt", 2)], **options)
     where = Path(place) / f"{RANKS}-fixed"
     saver = ModelCheckpoint(dirpath=where, filename="end", save_on_train_epoch_end=True)
     options = {"data": FixedSize, "trainer": {"enable_checkpointing": True, "accumulate_grad_batches": 4 // RANKS}}
-    run(2, model, 1, [saver, SaveAt(4 // RANKS, where / "middle.ckpt")], **options)
+    run(2, model, 1, [saver, SaveAt(where / "middle.ckpt", 4 // RANKS)], **options)
 
 
 def resume(folder: Path, model: str, place: str, tied: str, saved_by: int) -> dict[str, Any]:
