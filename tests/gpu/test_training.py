@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run, weights
+from rl_runs import SaveAt, digits, setup_run, weights
 from step_cases import KINDS
 from tiny_models import tiny_model
 
@@ -72,18 +72,6 @@ def test_where_states_and_weights_are_changes_no_bit(
     figures("weights", difference(ends[1], {key: value.cpu() for key, value in ends[0].items()}), 0.0)
 
 
-class SaveAfter(L.Callback):
-    """Saves a checkpoint after a number of micro-batches."""
-
-    def __init__(self, path: Path, batches: int) -> None:
-        self.path, self.batches = path, batches
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batches -= 1
-        if self.batches == 0:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize("kind", ["adapters with dropout", "GRPO"])
 def test_a_resumed_run_is_the_straight_one(device: str, kind: str, tmp_path: Path, figures: Figures) -> None:
     """Stopped inside an epoch, and inside an iteration; no run is nearer to another than kernels to themselves."""
@@ -102,7 +90,7 @@ def test_a_resumed_run_is_the_straight_one(device: str, kind: str, tmp_path: Pat
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        straight = run([SaveAfter(tmp_path / "saved.ckpt", 6)], None)
+        straight = run([SaveAt(tmp_path / "saved.ckpt")], None)
         again, resumed = run([], None), run([], tmp_path / "saved.ckpt")
     finally:
         torch.use_deterministic_algorithms(False)

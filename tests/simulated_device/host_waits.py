@@ -50,11 +50,6 @@ class HostWaits(list[HostWait]):
     """The waits within :func:`record_host_waits`, in order."""
 
     @property
-    def places(self) -> Counter[str]:
-        """How often each function waited."""
-        return Counter(wait.place for wait in self)
-
-    @property
     def lines(self) -> Counter[str]:
         """How often each line waited for what, to be read by people."""
         return Counter(f"{wait.place}:{wait.line} {wait.operation}" for wait in self)

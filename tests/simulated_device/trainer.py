@@ -3,44 +3,22 @@
 from typing import Any
 
 import torch
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from simulated_device.device import register
 
 
-class SimulatedAccelerator(Accelerator):
-    """One simulated device."""
+class SimulatedAccelerator(CPUAccelerator):
+    """One simulated device, of which Lightning has as little to do as of the CPU."""
 
     def setup_device(self, device: torch.device) -> None:
         """Nothing to set up."""
-
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """None."""
-        return {}
-
-    def teardown(self) -> None:
-        """Nothing to free."""
-
-    @staticmethod
-    def parse_devices(devices: Any) -> Any:
-        """Unchanged."""
-        return devices
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
         """The only device."""
         return [register()]
-
-    @staticmethod
-    def auto_device_count() -> int:
-        """One."""
-        return 1
-
-    @staticmethod
-    def is_available() -> bool:
-        """Yes."""
-        return True
 
     @staticmethod
     def name() -> str:

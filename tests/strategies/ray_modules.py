@@ -103,12 +103,6 @@ def weights(module: Watched) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.policy.state_dict().items()}
 
 
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Over all weights."""
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
 def initial_weights(model: str) -> dict[str, Tensor]:
     """Before training."""
     module = Watched(model)

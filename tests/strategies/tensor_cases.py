@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from plain_sgd import PlainSGD
-from rl_runs import setup_run
+from rl_runs import SaveAt, setup_run
 from tiny_models import tiny_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -166,17 +166,6 @@ def train(folder: Path, cases: dict[str, dict[str, Any]], place: str) -> dict[st
     return report
 
 
-class Save(L.Callback):
-    """Saves a checkpoint after the first update."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if trainer.global_step == 1 and (index + 1) % 2 == 0:
-            trainer.save_checkpoint(self.path)
-
-
 class Offload(L.Callback):
     """Moves weights and optimizer states away and back before each batch."""
 
@@ -203,7 +192,7 @@ def resume(folder: Path, place: str) -> dict[str, Any]:
 
     for stage in range(4):
         path = Path(place) / f"{stage}.ckpt"
-        straight = fit(f"straight {stage}", stage, Save(path))
+        straight = fit(f"straight {stage}", stage, SaveAt(path, 2))
         resumed = fit(f"resumed {stage}", stage, Offload(), ckpt_path=path)
         report[str(stage)] = {
             "losses": straight.updates(),

@@ -42,12 +42,8 @@ def trace(folder: Path, rank: int) -> tuple[int, list[list[int]]]:
 
 def newest(saved: Path) -> tuple[int, Path | None]:
     """The last complete checkpoint, by its step."""
-    found = [(int(match[1]), path) for path in _listed(saved) if (match := re.match(r"step=(\d+).*\.ckpt$", path.name))]
+    found = [(int(match[1]), path) for path in saved.glob("*.ckpt") if (match := re.match(r"step=(\d+)", path.name))]
     return max(found, default=(0, None))
-
-
-def _listed(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def killed(function: str, count: int, folder: Path, delay: float, steps: int, **arguments: Any) -> None:

@@ -15,13 +15,13 @@ from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.ray import remote_run
 from rlhfkit.strategies.ray.remote_run import RunResult
 from strategies import toys
+from strategies.parity_cases import weight_difference
 from strategies.ray_modules import (
     Failing,
     HookRecorder,
     SharedBatches,
     Watched,
     initial_weights,
-    largest_difference,
     weights,
 )
 
@@ -101,8 +101,8 @@ def test_the_driver_gets_what_a_run_in_its_own_process_gives(
         output = capsys.readouterr().out
         assert state_after(trainer, data) == state_after(plain, plain_data)
         assert trainer.state.status == TrainerStatus.FINISHED
-        assert largest_difference(weights(module), weights(plain_module)) < 1e-6
-        assert largest_difference(weights(module), initial_weights(model_folder)) > 1e-3
+        assert weight_difference(weights(module), weights(plain_module)) < 1e-6
+        assert weight_difference(weights(module), initial_weights(model_folder)) > 1e-3
         assert Path(trainer.checkpoint_callback.best_model_path).is_dir()
         # The bar is rank 0's; lines of ranks are whole lines above it.
         lines = output.replace("\r", "\n").splitlines()

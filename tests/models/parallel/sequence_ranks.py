@@ -9,16 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from rlhfkit.mesh import FORWARD_GROUP, ForwardGroup, Mesh
 from rlhfkit.models import LoRA, ScalarModel, policy_output, scalar_output
@@ -52,18 +43,11 @@ class Batch:
         self.weights = torch.randn(self.input_ids.shape, generator=generator, dtype=torch.float64)
 
 
-def language_model(**changes: Any) -> nn.Module:
-    """A tiny Qwen3 in float64, or another family if ``family`` names it."""
-    family = changes.pop("family", "qwen3")
-    config, kind = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "mistral": (MistralConfig, MistralForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "mixture": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    }[family]
+def language_model(kind: type = Qwen3Config, **changes: Any) -> nn.Module:
+    """A tiny model in float64 whose family the class of its configuration tells."""
     torch.manual_seed(0)
-    model = kind(config(**SIZES | {"num_key_value_heads": 2, "head_dim": 8} | changes))
-    return prepared(model)
+    config = kind(**SIZES | {"num_key_value_heads": 2, "head_dim": 8} | changes)
+    return prepared(AutoModelForCausalLM.from_config(config))
 
 
 def prepared(model: nn.Module) -> nn.Module:
@@ -157,7 +141,7 @@ MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def mixture() -> nn.Module:
-    return language_model(family="mixture", **MIXTURE)
+    return language_model(Qwen3MoeConfig, **MIXTURE)
 
 
 def scalar_model(kind: type = Qwen3Config, **more: Any) -> nn.Module:
@@ -168,9 +152,9 @@ def scalar_model(kind: type = Qwen3Config, **more: Any) -> nn.Module:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, list[Tensor]]]]] = {
     "policy": (language_model, policy_loss),
-    "window": (lambda: language_model(family="mistral", sliding_window=6), policy_loss),
+    "window": (lambda: language_model(MistralConfig, sliding_window=6), policy_loss),
     "one key head, tied, checkpointing": (with_checkpointing, policy_loss),
-    "all key heads": (lambda: language_model(family="llama", num_key_value_heads=4), policy_loss),
+    "all key heads": (lambda: language_model(LlamaConfig, num_key_value_heads=4), policy_loss),
     "values": (with_value_head, lambda model, batch: policy_loss(model, batch, values=True)),
     "lora": (with_lora, policy_loss),
     "scalar": (scalar_model, scalar_loss),
@@ -184,7 +168,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, list
 
 def three_heads() -> nn.Module:
     """Three heads with one key head, which no even number of ranks can divide; windows; recomputed layers."""
-    model = language_model(family="mistral", num_attention_heads=3, num_key_value_heads=1, sliding_window=6)
+    model = language_model(MistralConfig, num_attention_heads=3, num_key_value_heads=1, sliding_window=6)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     return model
 
