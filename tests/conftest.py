@@ -124,6 +124,12 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random numbers of a test do not depend on which tests ran before in the same process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the model that the shared engines serve (tied embeddings, 512 tokens of context)."""

@@ -32,16 +32,11 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m['role'][0] }}]{{ style|default('') }}{{ m['content'] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
-
-
-def is_free(port: int) -> bool:
-    """Whether this TCP port is free."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-# Below the range of ephemeral ports, so that it is still free when the tests use it.
-PORT = next(filter(is_free, range(21_000, 22_000)))
+HELD = socket.socket()
+"""Keeps a port for the servers of this process: the kernel gives it to nobody else."""
+HELD.bind(("127.0.0.1", 0))
+HELD.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, so that they may listen there
+PORT = HELD.getsockname()[1]
 SECRET = "a-secret-of-24-characters"
 TOKEN = AccessToken(SECRET)
 

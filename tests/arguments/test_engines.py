@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlhfkit import Episodes, VLLMPool, VLLMServer
 from rlhfkit.episodes import AgentEpisodes
@@ -107,7 +106,6 @@ LEAST: dict[type, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     place = tmp_path_factory.mktemp("engines")
     episodes.prepare(place)
     return place

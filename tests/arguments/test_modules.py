@@ -210,7 +210,6 @@ ABSTRACT = {"PolicyModule", "PreferenceModule", "ScalarModule", "OnPolicyModule"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     place = tmp_path_factory.mktemp("arguments")
     learning.prepare(place)
     return place

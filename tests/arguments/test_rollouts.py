@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 
 from rlhfkit import (
     EMA,
@@ -108,7 +107,6 @@ def written(sample: Sample) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     place = tmp_path_factory.mktemp("rollouts")
     learning.prepare(place)
     for name, count in (("prompts", 8), ("others", 6)):

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.seed import seed_everything
 from strategies.parity_cases import full_weights
 
 from rlhfkit import Optimization, SFTDataModule, SFTModule
@@ -76,7 +75,7 @@ def learn(
 ) -> dict[str, Any]:  # fmt: skip
     """What a run of two epochs shows, or its error; ``saved``: where to save it after the first."""
     keep = Keep()
-    seed_everything(1, verbose=False)
+    torch.manual_seed(1)
     ranks = 1 if strategy == "auto" else WORLD
     if strategy == "offload":
         strategy = RLHFDeepSpeedStrategy(stage=2, offload_optimizer=True)
@@ -127,7 +126,6 @@ def on_ranks(folder: Path, model: str, cases: list[list[Any]], resumed: list[lis
 
     ``resumed``: cases of which a new run goes on after the first epoch of the straight one.
     """
-    torch.set_num_threads(1)
     plain: dict[str, Any] = {}
     report = {}
     kept: dict[str, Any] = {}

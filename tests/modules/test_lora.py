@@ -42,11 +42,11 @@ def test_a_checkpoint_holds_adapters_only_and_resumes_bitwise(folder: Path, tmp_
     def module() -> SFTModule:
         return SFTModule(str(folder / "model"), lr=1e-2, lora=lora)
 
-    L.seed_everything(0, verbose=False)
+    torch.manual_seed(0)
     straight = module()
     _, losses = fit(folder, straight, epochs=4)
     assert losses[-1] < losses[0]
-    L.seed_everything(0, verbose=False)
+    torch.manual_seed(0)
     half = module()
     run, _ = fit(folder, half, epochs=2)
     path = tmp_path / "half.ckpt"
@@ -145,9 +145,9 @@ def test_dropout_of_adapters_is_not_switched_off_silently(folder: Path) -> None:
     module = GRPOModule(str(folder / "model"), lora=LoRA(rank=2, dropout=0.1))
     with pytest.warns(UserWarning, match=r"adapters' dropout of 0.1 is switched off"):
         module.configure_model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as said:
         GRPOModule(str(folder / "model"), lora=LoRA(rank=2)).configure_model()
+    assert not [one for one in said if "dropout" in str(one.message)]
 
 
 def test_the_command_line_takes_lora_as_options_or_yaml(folder: Path, tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ def report(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[bool, dict[str, Any]]:
     """The same runs in one process without DeepSpeed, for LoRA and DoRA."""
-    torch.set_num_threads(1)
     return {
         dora: lora_cases.reinforce(folder / f"plain{dora}", "auto", LoRA(rank=4, dora=dora), world=1)
         for dora in (False, True)

@@ -37,7 +37,6 @@ from rlhfkit.modules.parts.routers import RouterLoss
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of four experts, two of which each token goes to, and a dense model."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("experts")
     dpo_cases.prepare(folder)
     tiny_mixture(folder / "experts")

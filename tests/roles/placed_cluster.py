@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from contextlib import contextmanager
 from io import StringIO
 from typing import Any
@@ -9,9 +10,18 @@ from typing import Any
 from ray.cluster_utils import Cluster
 
 from rlhfkit import ModelPool, Placement, RoleResources
+from rlhfkit.ray_placement import actor_options, cluster_machines
 from rlhfkit.roles import PlacementError
 
-GPUS: Any = {"launcher": "ray", "timeout": 6.0}
+GPUS: Any = {"launcher": "ray", "timeout": 300.0}
+
+
+def wait_until_free(gpus: int) -> None:
+    """Wait until Ray counts so many GPUs as free, which it does some time after they were given back."""
+    end = time.monotonic() + 300
+    while (free := sum(machine.free.get("GPU", 0) for machine in cluster_machines())) != gpus:
+        assert time.monotonic() < end, f"{free} GPUs are free, not {gpus}"
+        time.sleep(0.1)
 
 
 def placed(placement: Placement) -> dict[str, Any]:
@@ -31,7 +41,8 @@ def placed(placement: Placement) -> dict[str, Any]:
 
 @contextmanager
 def closing(placement: Placement) -> Any:
-    """The plan, whose resources are given back."""
+    """The plan on an idle cluster, whose resources are given back."""
+    wait_until_free(12)
     try:
         yield placement
     finally:
@@ -51,8 +62,6 @@ def refused(placement: Placement) -> str:
 def node_of(resources: Any, process: int) -> str:
     """The machine on which an actor of a role starts."""
     import ray
-
-    from rlhfkit.ray_placement import actor_options
 
     @ray.remote
     def where() -> str:
@@ -91,6 +100,7 @@ def main() -> None:
             nodes = ray.util.placement_group_table(engines.reserved.placement_group())["bundles_to_node_id"]
             report["there"] = [nodes[number] == node_of(engines.reserved, number) for number in range(3)]
             report["plain"] = ModelPool.of(reference.plain()).plain() == reference.plain()
+            wait_until_free(3)
             report["taken"] = refused(Placement(trainer=4, launcher="ray", timeout=1.0))
         with closing(Placement(trainer=8, engines=RoleResources(1, {"GPU": 4}), **GPUS)) as placement:
             report["two_machines"] = placed(placement) | {"devices": placement.devices}

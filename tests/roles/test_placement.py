@@ -25,7 +25,7 @@ def found() -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     script = Path(__file__).with_name("placed_cluster.py")
     process = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=800, check=False
     )
     assert process.returncode == 0, process.stderr[-3000:]
     report: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])

@@ -126,7 +126,7 @@ def misbehaving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Misbehaviour,
     app = Misbehaviour()
     monkeypatch.setenv("SERVED_TOKEN", SECRET)
     with Server(app, token=AccessToken(SECRET), shutdown_timeout=1) as server:
-        made = ServedModel("model", server.url, token_variable="SERVED_TOKEN", start_timeout=10, retries=0)
+        made = ServedModel("model", server.url, token_variable="SERVED_TOKEN", start_timeout=300, retries=0)
         made.connect()
         yield app, made
         made.close()

@@ -4,7 +4,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from rl_runs import setup_run
@@ -36,12 +35,10 @@ class Spy(GRPOModule):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Spy, dict[str, float]]]:
-    torch.set_num_threads(1)
     found = {}
     for replays in (False, True):
         folder = tmp_path_factory.mktemp("run")
         tiny_mixture(folder / "model")
-        L.seed_everything(0, verbose=False)
         trainer, module, data, _ = setup_run(
             folder, module=Spy, module_arguments={"lr": 0.05, "parts": [RouterReplay()] * replays}, max_epochs=1
         )

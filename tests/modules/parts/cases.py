@@ -165,7 +165,7 @@ class Steps(L.Callback):
 
 def fit(folder: Path, case: Case, *, parts: list[Part] | None = None, ckpt: Path | None = None, **trainer: Any) -> Any:
     """Train with SGD, two iterations of two updates; returns the Trainer and the module."""
-    L.seed_everything(0, verbose=False)
+    torch.manual_seed(0)
     world = trainer.get("devices", 1)
     if case.model is not None:
         folder = make_model(folder, case.model)

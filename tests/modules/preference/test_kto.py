@@ -100,15 +100,14 @@ def test_validation_does_not_depend_on_the_micro_batch_size(folder: Path) -> Non
     assert seen[1] == pytest.approx(seen[0], rel=1e-4)
 
 
-def test_unbalanced_classes_are_warned_of_with_weights_that_fit() -> None:
+def test_unbalanced_classes_are_warned_of_with_weights_that_fit(recwarn: pytest.WarningsRecorder) -> None:
+    KTOModule("unused", desirable_weight=0.4).check_weights(30, 10)
+    assert not recwarn.list
     module = KTOModule("unused")
     with pytest.warns(
         UserWarning, match=r"30 desirable and 10 undesirable.* 3.00 to 1.*desirable_weight between 0.33 and 0.50"
     ):
         module.check_weights(30, 10)
-    balanced = KTOModule("unused", desirable_weight=0.4)
-    balanced.check_weights(30, 10)  # warnings are errors nowhere, so look at the numbers
-    assert 1.0 <= 0.4 * 30 / 10 <= 1.5
 
 
 def test_data_with_one_prompt_is_refused(folder: Path) -> None:
