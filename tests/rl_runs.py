@@ -86,24 +86,6 @@ def grpo_settings(model: str | Path, data: str, **trainer: Any) -> dict[str, Any
     }
 
 
-def digit_teacher(folder: Path) -> Path:
-    """A tiny model that writes random digits, whatever the prompt: a second of supervised training."""
-    from transformers import AutoModelForCausalLM
-
-    tiny_model(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    optimizer, generator = torch.optim.AdamW(model.parameters(), lr=3e-3), torch.Generator().manual_seed(0)
-    zero, prompts = 3 + ord("0") - ord(" "), torch.randint(3, 98, (60, 32, 4), generator=generator)
-    for prompt in prompts:
-        ids = torch.cat([prompt, torch.randint(zero, zero + 10, (32, 12), generator=generator)], 1)
-        logits = model(ids).logits[:, 3:-1]
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 4:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(folder)
-    return folder
-
-
 def setup_run(
     folder: Path,
     *,

@@ -63,7 +63,6 @@ def started(folder: Path, arguments: Mapping[str, Any]) -> Any:
         try:
             engines.configure_weights(ModuleWeights(torch.nn.Linear(2, 2)))
             engines.start(str(folder / "chat"), dtype=torch.float32, load_weights=True)
-            assert engines.engines is not None
             settings, launcher = engines.engines.settings, FakeLauncher.used
             sender: Any = engines.sender
             stream = engines.stream(SamplingSpec(), iteration=0)

@@ -56,6 +56,7 @@ from rlhfkit.modules.parts import (
     Pairs,
     PretrainingLoss,
     Reference,
+    Returns,
     RewardModel,
     RouterReplay,
     StopEarly,
@@ -165,6 +166,7 @@ REFUSED: dict[type, list[tuple[dict[str, Any], str]]] = {
         ({"parts": [AdvantagesBy(of_rows), TokenCredit(0.5)]}, "those before it differ between tokens"),
         ({"parts": [TokenCredit(0.5, earned=True)]}, "units of the reward"),
         ({"preset": "remax", "parts": [ClipRewards(1.0)]}, "whose rewards ClipRewards does not change: leave it out"),
+        ({"parts": [Returns()]}, "GRPOModule has no Critic among its parts"),
         # policy losses
         ({"policy_loss": "gspo"}, r"policy_loss='gspo' cannot be imported.*did you mean 'gspo_loss'"),
         ({"policy_loss": "rlhfkit.losses.no_such_loss"}, "cannot be imported"),

@@ -137,13 +137,11 @@ def test_gradient_does_not_depend_on_order_padding_and_micro_batches(name: str, 
     for rows in torch.randperm(ROWS, generator=torch.Generator().manual_seed(parts)).tensor_split(parts):
         own = {other: value[rows] for other, value in arguments.items()} | {key: split[rows]}
         loss(**own, **knobs).loss.backward()
-    assert split.grad is not None
     torch.testing.assert_close(split.grad, whole.grad if counts == "rows" else padded(whole.grad, 0.0))
 
 
 def padded(values: Tensor | None, fill: float = torch.nan) -> Tensor:
     """(B, T, ...) with two tokens more."""
-    assert values is not None
     fill = fill if values.is_floating_point() else 0
     return torch.cat([values, values.new_full((len(values), 2, *values.shape[2:]), fill)], 1)
 
@@ -168,7 +166,6 @@ def test_what_is_masked_reaches_neither_loss_nor_gradient_nor_metrics(name: str,
         output.loss.backward()
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(dict(output.metrics), dict(expected.metrics))
-    assert leaf.grad is not None
     assert leaf.grad.isfinite().all()
     assert (leaf.grad[~mask] == 0).all()
 
@@ -180,6 +177,5 @@ def test_nothing_selected_gives_a_loss_of_zero_with_a_gradient_of_zero(name: str
     output = loss(**arguments | {key: leaf, "mask": torch.zeros_like(arguments["mask"])})
     output.loss.backward()
     assert output.loss.item() == 0.0
-    assert leaf.grad is not None
     assert (leaf.grad == 0).all()
     assert all(value.isfinite() for value in output.metrics.values())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -19,6 +20,18 @@ EPOCHS = 2
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Rows as a file of JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def folder_of(prepare: Callable[[Path], Any]) -> Any:
+    """A fixture of a file's tests: a folder, prepared once."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        place = tmp_path_factory.mktemp("prepared")
+        prepare(place)
+        return place
+
+    return folder
 
 
 def texts(folder: Path) -> None:
@@ -73,11 +86,16 @@ def exact(path: Path) -> Any:
     return load_causal_lm(str(path), loading=ModelLoading(attention="eager"), dtype=torch.float64)
 
 
-def answer_logprob(model: Any, example: Any) -> Tensor:
-    """Log-prob of an answer's tokens, of one text."""
+def answer_logprobs(model: Any, example: Any) -> Tensor:
+    """(n,) log-probs of an answer's tokens, of one text."""
     ids = torch.tensor([example.input_ids])
     every = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    return every[torch.tensor(example.loss_mask[1:])].sum()
+    return every[torch.tensor(example.loss_mask[1:])]
+
+
+def answer_logprob(model: Any, example: Any) -> Tensor:
+    """Log-prob of an answer."""
+    return answer_logprobs(model, example).sum()
 
 
 def by_sgd(

@@ -6,13 +6,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from rl_runs import PlainGRPO, setup_run
+from rl_runs import PlainGRPO, fit_run
 from tiny_models import tiny_model
 from torch import Tensor
 
 from rlhfkit import HFExport, LoRA, SFTDataModule, SFTModule
 from rlhfkit.callbacks import Probe
 from rlhfkit.models import ModelLoading, policy_output
+
+from .data_runs import trainer
 
 RANK, WORLD = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -67,7 +69,7 @@ class Save(L.Callback):
 def reinforce(folder: Path, strategy: str, lora: LoRA, world: int) -> dict[str, Any]:
     """Two iterations with a KL penalty; exported merged and as adapter, and saved as a checkpoint."""
     watch = Watch()
-    trainer, module, data, _ = setup_run(
+    fit_run(
         folder / f"rank{RANK}",  # ranks must not write the same model
         module=PlainGRPO,
         module_arguments={"lr": 0.5, "kl_coef": 0.05, "lora": lora},
@@ -82,7 +84,6 @@ def reinforce(folder: Path, strategy: str, lora: LoRA, world: int) -> dict[str, 
         devices=world,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, data)
     return watch.report
 
 
@@ -90,14 +91,12 @@ def supervise(
     folder: Path, data: str, model: str, strategy: str, world: int, name: str, **arguments: Any
 ) -> list[float]:
     """Three updates on data, saved as ``<name>.ckpt`` and exported to ``<name>``; distances from the start."""
-    trainer = L.Trainer(
-        accelerator="cpu", devices=world, strategy=strategy, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Save(folder / f"{name}.ckpt"), HFExport(folder / name)], use_distributed_sampler=False,
-    )  # fmt: skip
+    saving = [Save(folder / f"{name}.ckpt"), HFExport(folder / name)]
+    options: Any = {"devices": world, "strategy": strategy, "use_distributed_sampler": False}
+    run = trainer(folder, max_epochs=1, callbacks=saving, **options)
     examples = SFTDataModule(data, micro_batch_size=16 // world, max_length=32)
     module = Anchored(model, lr=1e-2, **arguments) if name == "further" else SFTModule(model, lr=1e-2, **arguments)
-    trainer.fit(module, examples)
+    run.fit(module, examples)
     return getattr(module, "moved", [])
 
 

@@ -12,6 +12,8 @@ from strategies.parity_cases import full_weights
 from rlhfkit import Optimization, SFTDataModule, SFTModule
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
+from .data_runs import trainer
+
 RANK, WORLD = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ROWS = [{"prompt": f"{i}+{i}=", "completion": str(2 * i) + "y" * (i % 5)} for i in range(24)]
 """Three optimizer steps of eight rows an epoch."""
@@ -80,14 +82,10 @@ def learn(
     if strategy == "offload":
         strategy = RLHFDeepSpeedStrategy(stage=2, offload_optimizer=True)
     module = SFTModule(model, **OPTIMIZERS[name])
-    plain: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=2, enable_checkpointing=False,
-        default_root_dir=str(folder), callbacks=[keep, *([] if saved is None else [SaveFirst(saved)])],
-        use_distributed_sampler=False, **plain, **TRAINERS.get(name, {}), **options,
-    )  # fmt: skip
+    options |= {"devices": ranks, "strategy": strategy, "use_distributed_sampler": False} | TRAINERS.get(name, {})
+    run = trainer(folder, callbacks=[keep, *([] if saved is None else [SaveFirst(saved)])], **options)
     try:
-        trainer.fit(module, SFTDataModule(ROWS, micro_batch_size=8 // ranks), ckpt_path=resume)
+        run.fit(module, SFTDataModule(ROWS, micro_batch_size=8 // ranks), ckpt_path=resume)
     except ValueError as error:
         return {"error": str(error)}
     return keep.seen

@@ -3,16 +3,17 @@
 Covers ``modules/base.py`` and ``callbacks/rollout/checks.py``.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 from rl_runs import setup_run
 from tiny_models import tiny_model, tiny_tokenizer
 
+from modules.data_runs import trainer
 from rlhfkit import SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.callbacks.rollout.checks import check_prompts
 from rlhfkit.datamodules import (
@@ -29,13 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("model"), context=32))
 
 
-def fit(model: str, folder: Path, rows: list[dict[str, str]], data: dict[str, Any], **trainer: Any) -> None:
-    run(folder, **trainer).fit(SFTModule(model), SFTDataModule(rows, text="text", micro_batch_size=1, **data))
-
-
-def run(folder: Path, **options: Any) -> L.Trainer:
-    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return L.Trainer(**(quiet | {"max_steps": 1, "default_root_dir": folder} | options))
+run = functools.partial(trainer, max_steps=1)
 
 
 def larger_tokenizer() -> Any:
@@ -45,7 +40,7 @@ def larger_tokenizer() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rows", "data", "trainer", "message"),
+    ("rows", "data", "options", "message"),
     [
         ([{"text": "a" * 40}], {"max_length": 64}, {}, r"given rows, row 0, has 41 tokens .* more than the .* of 32"),
         (
@@ -58,10 +53,10 @@ def larger_tokenizer() -> Any:
     ],
 )
 def test_the_message_says_value_rule_and_cure(
-    model: str, tmp_path: Path, rows: list[dict[str, str]], data: dict[str, Any], trainer: dict[str, Any], message: str
+    model: str, tmp_path: Path, rows: list[dict[str, str]], data: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        fit(model, tmp_path, rows, data, **trainer)
+        run(tmp_path, **options).fit(SFTModule(model), SFTDataModule(rows, text="text", micro_batch_size=1, **data))
 
 
 SHORT, LONG = "b" * 8, "a" * 36
@@ -137,13 +132,13 @@ def test_mismatched_pairs_are_cut_to_the_context(model: str, tmp_path: Path) -> 
 def test_a_stream_names_the_row_beyond_the_context_when_it_is_drawn(model: str, tmp_path: Path) -> None:
     file = tmp_path / "stream.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "abcd", LONG)))
-    trainer = run(tmp_path, max_steps=3)
+    fitted = run(tmp_path, max_steps=3)
     data = SFTDataModule(
         str(file), streaming=True, text="text", steps_per_epoch=3, micro_batch_size=1, shuffle=False, max_length=64
     )
     with pytest.raises(ValueError, match=r"stream\.jsonl, row 2, has 37 tokens .* context of 32: .* max_length=32"):
-        trainer.fit(SFTModule(model), data)
-    assert trainer.global_step > 0
+        fitted.fit(SFTModule(model), data)
+    assert fitted.global_step > 0
 
 
 def test_answers_that_nothing_ends_are_refused(tmp_path: Path) -> None:
@@ -158,11 +153,11 @@ def test_answers_that_nothing_ends_are_refused(tmp_path: Path) -> None:
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder)
     assert load_tokenizer(str(folder)).eos_token_id is None
-    trainer, module, data, rollouts = setup_run(tmp_path / "run")
+    reinforced, module, data, rollouts = setup_run(tmp_path / "run")
     module.model_name, module._tokenizer = str(folder), None
     with pytest.raises(ValueError, match=r"nothing ends an answer of .*endless: its tokenizer has no end-of-seq"):
-        trainer.fit(module, data)
+        reinforced.fit(module, data)
     checked: list[Callable[..., Any]] = []
     data.check_prompts = lambda **limits: checked.append(limits)  # type: ignore[method-assign]
-    check_prompts(trainer, module, rollouts.engine, SamplingSpec(max_new_tokens=4, stop=("\n",)))
+    check_prompts(reinforced, module, rollouts.engine, SamplingSpec(max_new_tokens=4, stop=("\n",)))
     assert len(checked) == 1

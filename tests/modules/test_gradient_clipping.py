@@ -6,10 +6,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import setup_run
 from strategies import ranks
-
-from rlhfkit import RolloutCallback, SamplingSpec
 
 from .on_policy.ppo_cases import ARGUMENTS, PlainPPO
 
@@ -39,7 +37,6 @@ def run(folder: Path, strategy: str, **more: Any) -> tuple[dict[str, torch.Tenso
         folder,
         module=PlainPPO,
         module_arguments=ARGUMENTS,
-        rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         callbacks=[seen],
         strategy=strategy,
         **{"gradient_clip_val": CLIP} | more,

@@ -7,20 +7,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from tiny_models import tiny_model
 
-from modules.data_runs import Steps, trainer, write
+from modules.data_runs import Steps, folder_of, texts, trainer
 from rlhfkit import GRPOModule, LoRA, Optimization, SFTDataModule, SFTModule
 from rlhfkit.models import ModelLoading, load_causal_lm
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lora")
-    tiny_model(folder / "model")
-    rows = [{"prompt": f"{i}+{i}=", "completion": "x" * (i % 5 + 1) + str(2 * i)} for i in range(24)]
-    write(folder / "data.jsonl", rows)
-    return folder
+folder = folder_of(texts)
 
 
 def fit(

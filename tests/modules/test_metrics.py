@@ -1,5 +1,6 @@
 """Metrics of a step and of an epoch do not depend on how a step is split into micro-batches."""
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from arguments import learning
-from rl_runs import setup_run
+from rl_runs import fit_run
 from step_cases import KINDS, rows_of
 from tiny_models import tiny_model
 
@@ -52,14 +53,13 @@ class Curious(GRPOModule):
 
     def loss(self, batch: Any, out: PolicyOutput) -> LossOutput:
         base = super().loss(batch, out)
-        assert out.entropy is not None
         return LossOutput(base.loss, {**base.metrics, "policy/entropy_max": max_metric(out.entropy, batch.action_mask)})
 
 
 def iteration(tmp_path: Path, module: Any, accumulate: int, attention: str | None = None) -> dict[str, float]:
     """Two updates of 16 uneven samples each, in so many micro-batches."""
     sampling = SamplingSpec(group_size=4, max_new_tokens=30, top_p=0.95)
-    trainer, made, data, _ = setup_run(
+    trainer, _, _ = fit_run(
         tmp_path,
         module=module,
         module_arguments={
@@ -73,7 +73,6 @@ def iteration(tmp_path: Path, module: Any, accumulate: int, attention: str | Non
         accumulate_grad_batches=accumulate,
         max_epochs=1,
     )
-    trainer.fit(made, data)
     assert trainer.global_step == 2
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {name: value for name, value in logged.items() if not name.startswith("time/")}
@@ -109,7 +108,7 @@ SOURCES: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", ["sft", "distillation", "dpo", "kto", "reward", "process"])
 def test_the_loss_of_a_short_last_window_is_that_of_its_rows(kind: str, tmp_path: Path) -> None:
-    """16 rows in steps of 6, 6 and 4, in micro-batches of one row or of the whole step."""
+    """16 rows in steps of 6, 6 and 4, and 7 to validate, in micro-batches of one row or of the whole step."""
     learning.prepare(tmp_path)
     module, data, settings = KINDS[kind]
     # The reference point of KTO pairs the answers of a micro-batch.
@@ -121,7 +120,8 @@ def test_the_loss_of_a_short_last_window_is_that_of_its_rows(kind: str, tmp_path
         steps = Steps()
         run = trainer(tmp_path, accumulate_grad_batches=6 // size, callbacks=[steps], max_epochs=1)
         torch.manual_seed(0)
-        source = SOURCES[data](rows_of(data, None), micro_batch_size=size, shuffle=False)
+        rows = rows_of(data, None)
+        source = SOURCES[data](rows, validation_data=rows[:7], micro_batch_size=size, shuffle=False)
         run.fit(module(str(tmp_path / "model"), lr=1e-3, **more), source)
         logged[size] = [*steps.logged, {name: float(value) for name, value in run.callback_metrics.items()}]
     assert [len(steps) for steps in logged.values()] == [4, 4]
@@ -176,27 +176,13 @@ def test_every_validation_has_the_metrics_of_all_its_rows_and_of_no_other(tmp_pa
         assert one["val/perplexity"] == pytest.approx(math.exp(one["val/nll"]))
 
 
-class Tokens(L.Callback):
-    """Sum of the losses and number of the trained tokens of the validation batches."""
-
-    def __init__(self) -> None:
-        self.loss, self.tokens = 0.0, 0
-
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *place: Any) -> None:
-        logprobs = torch.log_softmax(module.policy(batch.input_ids, batch.attention_mask).logits[:, :-1], -1)
-        chosen = logprobs.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
-        self.loss -= float(chosen[batch.loss_mask].sum())
-        self.tokens += int(batch.loss_mask.sum())
-
-
 def test_a_limited_validation_has_the_mean_of_the_tokens_that_it_saw(tmp_path: Path) -> None:
     texts(tmp_path)
-    tokens, path = Tokens(), str(tmp_path / "data.jsonl")
-    run = trainer(tmp_path, precision="64-true", limit_val_batches=2, callbacks=[tokens])
+    module, path = SFTModule(str(tmp_path / "model")), str(tmp_path / "data.jsonl")
     data = SFTDataModule(path, validation_data=path, micro_batch_size=2, cache_dir=tmp_path / "cache")
-    found = run.validate(
-        SFTModule(str(tmp_path / "model"), loading=ModelLoading(attention="sdpa")), data, verbose=False
-    )[0]
-    expected = tokens.loss / tokens.tokens
+    run = trainer(tmp_path, precision="64-true", limit_val_batches=2)
+    found = run.validate(module, data, verbose=False)[0]
+    batches = itertools.islice(data.val_dataloader(), 2)
+    expected = -float(torch.cat([row for batch in batches for row in module.predict_step(batch, 0)]).mean())
     assert found["val/loss"] == pytest.approx(expected, rel=1e-5)
     assert found["val/perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)

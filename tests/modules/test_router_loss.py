@@ -7,11 +7,12 @@ import lightning as L
 import pytest
 import torch
 from plain_sgd import PlainSGD
-from rl_runs import digits, setup_run
+from rl_runs import digits, fit_run
 from tiny_models import tiny_mixture
 from transformers import MixtralForCausalLM
 
 from modules import dpo_cases
+from modules.data_runs import folder_of
 from rlhfkit import (
     DistillationModule,
     DPOModule,
@@ -34,39 +35,18 @@ from rlhfkit.modules.parts import Critic
 from rlhfkit.modules.parts.routers import RouterLoss
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepare(folder: Path) -> None:
     """A mixture of four experts, two of which each token goes to, and a dense model."""
-    folder = tmp_path_factory.mktemp("experts")
     dpo_cases.prepare(folder)
     tiny_mixture(folder / "experts")
-    return folder
 
 
-class Losses(L.Callback):
-    """Loss of each micro-batch, and the router's."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[float, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        metrics = trainer.callback_metrics
-        self.pairs.append((float(outputs["loss"]), float(metrics.get("aux_loss", torch.nan))))
+folder = folder_of(prepare)
 
 
 def routed(coef: float) -> list[RouterLoss]:
     """The part with a weight, if it has any."""
     return [RouterLoss(coef)] if coef else []
-
-
-def test_dpo_adds_the_routers_loss_and_balances_the_load(folder: Path) -> None:
-    losses = Losses()
-    module = DPOModule(str(folder / "experts"), parts=[RouterLoss(10.0)], lr=3e-3)
-    dpo_cases.trainer(folder, max_epochs=10, callbacks=[losses]).fit(module, dpo_cases.data(folder, 8))
-    first, last = losses.pairs[0], losses.pairs[-1]
-    assert first[0] == pytest.approx(0.6931472 + 10 * first[1], rel=1e-5)
-    # With perfect balance Transformers' loss is the number of experts a token goes to, 2.
-    assert last[1] - 2 < 0.5 * (first[1] - 2)
 
 
 def test_a_dense_model_has_no_router(folder: Path) -> None:
@@ -75,15 +55,15 @@ def test_a_dense_model_has_no_router(folder: Path) -> None:
         dpo_cases.trainer(folder, max_steps=1).fit(module, dpo_cases.data(folder, 8))
 
 
-class First(Losses):
-    """The first micro-batch, its losses and its metrics."""
+class First(L.Callback):
+    """The first micro-batch, its loss and the router's."""
 
     batch: Any = None
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         if self.batch is None:
-            self.batch = batch
+            self.batch, self.loss = batch, float(outputs["loss"])
+            self.router = float(trainer.callback_metrics.get("aux_loss", torch.nan))
 
     def balance(self, folder: Path) -> float:
         """Transformers' loss of the language model on the rows of the micro-batch, whose padding it leaves out."""
@@ -93,15 +73,16 @@ class First(Losses):
             return float(model(input_ids=ids, attention_mask=real, output_router_logits=True).aux_loss)
 
 
-def first_losses(run: Any, folder: Path, mixtures: int) -> None:
-    """The first loss grows by the router's loss of each model that is a mixture, times its weight."""
+def first_losses(run: Any, folder: Path, mixtures: int) -> float:
+    """The first loss grows by the router's loss of each mixture, times its weight; what is logged of it, as a share."""
     found = {}
     for coef in (0.0, 0.5):
         found[coef] = First()
         run(coef, found[coef])
     balance = found[0.5].balance(folder)
     assert balance > 0.1
-    assert found[0.5].pairs[0][0] - found[0.0].pairs[0][0] == pytest.approx(mixtures * 0.5 * balance, rel=1e-4)
+    assert found[0.5].loss - found[0.0].loss == pytest.approx(mixtures * 0.5 * balance, rel=1e-4)
+    return found[0.5].router / balance
 
 
 @pytest.mark.parametrize(
@@ -123,7 +104,7 @@ def test_the_router_is_balanced_while_a_mixture_learns_from_its_samples(
     def run(coef: float, losses: First) -> None:
         arguments: dict[str, Any] = {"loading": ModelLoading(attention="eager"), **paths}
         arguments["parts"] = [*more.get("parts", ()), *routed(coef)]
-        trainer, module, data, _ = setup_run(
+        fit_run(
             folder / "rl",
             module=lambda _, **others: made(str(folder / "experts"), **arguments, **others),
             data_arguments={"rollout_batch_size": 2, "micro_batch_size": 4},
@@ -132,7 +113,6 @@ def test_the_router_is_balanced_while_a_mixture_learns_from_its_samples(
             accumulate_grad_batches=1,
             max_steps=1,
         )
-        trainer.fit(module, data)
 
     first_losses(run, folder, mixtures)
 
@@ -147,6 +127,7 @@ ON_DATA: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     ),
     "distillation": (DistillationModule, {"teacher": "model"}, SFTDataModule, {"prompt": "1+1=", "completion": "2"}),
     # Prompts of no tokens, since those of a pair go through the model once.
+    "dpo": (DPOModule, {}, PreferenceDataModule, {"prompt": "", "chosen": "2", "rejected": "oh"}),
     "reward": (RewardModule, {}, PreferenceDataModule, {"prompt": "", "chosen": "2", "rejected": "oh"}),
     "process": (
         ProcessRewardModule,
@@ -169,7 +150,8 @@ def test_the_router_is_balanced_while_a_mixture_learns_from_data(
         module = made(str(folder / "experts"), parts=routed(coef), loading=ModelLoading(attention=attention), **paths)
         dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, data([row], micro_batch_size=1))
 
-    first_losses(run, folder, 1)
+    logged = first_losses(run, folder, 1)
+    assert logged == pytest.approx(1.0, rel=1e-4) or kind != "dpo"  # others log it later
 
 
 def test_a_reward_models_router_learns_by_the_gradient_of_transformers_loss(folder: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rl_runs import PlainGRPO, setup_run, weights
+from rl_runs import PlainGRPO, fit_run, weights
 
 from rlhfkit.modules.parts import Reference
 from rlhfkit.roles import Placement
@@ -22,7 +22,7 @@ def train(folder: Path) -> dict[str, Any]:
             placement = Placement(trainer=2, reference=2)  # rank 0 plans
             reference = placement.reference(str(own / "model"), start_timeout=600.0)
             arguments["parts"] = [Reference(reference)]
-        trainer, module, data, _ = setup_run(
+        _, module, _ = fit_run(
             own,
             module=PlainGRPO,
             module_arguments=arguments,
@@ -31,7 +31,6 @@ def train(folder: Path) -> dict[str, Any]:
             devices=2,
             use_distributed_sampler=False,
         )
-        trainer.fit(module, datamodule=data)
         trained.append(weights(module))
         held.append(hasattr(module, "reference"))
     moved = [float((trained[1][name] - tensor).abs().max()) for name, tensor in trained[0].items()]

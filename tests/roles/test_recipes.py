@@ -7,7 +7,7 @@ from types import MethodType
 from typing import Any
 
 import pytest
-from rl_runs import ahead, setup_run
+from rl_runs import ahead, fit_run
 from shared_pool import SharedPool
 from strategies import ray_cases
 from tiny_models import tiny_model
@@ -52,10 +52,9 @@ def learn(folder: Path, placement: Placement, engine: Any, **rollouts: Any) -> P
     critic = placement.critic(str(folder / "reward"))
     arguments = {"critic": critic, "parts": [RewardModel(reward), Reference(reference)]}
     callback = RolloutCallback(engine=engine, sampling=SamplingSpec(group_size=4, max_new_tokens=8), **rollouts)
-    trainer, module, data, _ = setup_run(
+    trainer, module, _ = fit_run(
         folder, module=PPOModule, module_arguments={"kl_coef": 0.1, **arguments}, rollouts=callback, max_epochs=2
     )
-    trainer.fit(module, data)
     assert trainer.global_step == 4
     assert hasattr(module, "reference") != isinstance(reference, ModelPool)
     assert hasattr(module, "reward_model") != isinstance(reward, ModelPool)
@@ -78,7 +77,6 @@ def test_all_roles_separate(folder: Path, apart: tuple[Placement, VLLMPool]) -> 
     assert engine.reserved is not None
     assert [row.role for row in placement.plan] == ["trainer", "engines", "reference", "reward", "critic"]
     for pool in (model_elsewhere(module.parts, "reference"), module.scorer.by_name[""]):
-        assert pool is not None
         assert "Replica" not in str(pool.plain())
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models.test_forward import experience
 from modules import distillation_cases as cases
-from rl_runs import setup_run, weights
+from rl_runs import fit_run, weights
 from rollout.server.test_connection import SECRET, Misbehaviour, completion
 from tiny_models import tiny_model
 
@@ -72,10 +72,9 @@ def test_a_student_learns_the_same_from_a_served_teacher_on_its_own_samples(
 ) -> None:
     trained, knobs = [], {"parts": [DivergenceLoss("jsd", top_k=7).plain()]}
     for teacher in (str(folder), ServedModel.of(served.plain())):
-        trainer, module, data, _ = setup_run(
+        _, module, _ = fit_run(
             tmp_path, module=OnPolicyDistillationModule, module_arguments={"teacher": teacher} | knobs, max_epochs=1
         )
-        trainer.fit(module, datamodule=data)
         trained.append(weights(module))
     for name, tensor in trained[0].items():
         torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=EXACT)

@@ -151,12 +151,6 @@ def test_one_lambda_per_sequence():
             torch.testing.assert_close(whole[row], single[0])
 
 
-def test_returns_with_lambda_one_do_not_depend_on_the_critic():
-    batch = policy_batch()
-    _, returns = gae(batch.advantages, batch.old_logprobs, batch.mask, gamma=0.97, lam=1.0)
-    torch.testing.assert_close(returns, discounted_returns(batch.advantages, batch.mask, gamma=0.97))
-
-
 def test_length_adaptive_lambda():
     got = length_adaptive_lambda(torch.tensor([10, 20, 40, 400, 0]))
     torch.testing.assert_close(got, torch.tensor([0.0, 0.0, 0.5, 0.95, 0.0]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_runs import setup_run
+from rl_runs import fit_run
 from torch import Tensor
 
 from rlhfkit.losses import group_advantages, turn_advantages
@@ -97,6 +97,5 @@ def test_bad_arguments(arguments: dict[str, float]) -> None:
 
 
 def test_a_module_takes_it_by_name(tmp_path: Path) -> None:
-    trainer, module, data, _ = setup_run(tmp_path, module_arguments={"advantages": "turn_advantages"}, max_epochs=1)
-    trainer.fit(module, datamodule=data)
+    trainer, _, _ = fit_run(tmp_path, module_arguments={"advantages": "turn_advantages"}, max_epochs=1)
     assert math.isfinite(trainer.callback_metrics["loss"])

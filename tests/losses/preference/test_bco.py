@@ -1,49 +1,8 @@
-"""BCO's loss and weights against formulas and a regression written by hand in float64."""
+"""BCO's weights against a regression written by hand in float64; its loss: ``modules/preference/test_bco.py``."""
 
-import math
-
-import pytest
 import torch
 
-from rlhfkit.losses import bco_loss, dpo_loss
 from rlhfkit.losses.preference.unpaired import density_ratio_weights
-
-
-def test_the_loss_is_that_of_the_formula_answer_by_answer() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logprobs, reference, weights = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-    logprobs.requires_grad_(True)
-    weights = weights.abs()
-    desirable = torch.tensor([True, False, False, True, False, True])
-    mask = torch.tensor([True, True, True, True, True, False])
-    output = bco_loss(
-        *(logprobs, reference, desirable, 0.3),
-        beta=0.7,
-        desirable_weight=1.5,
-        weights=weights,
-        mask=mask,
-        denominator=4,
-    )
-    expected, slopes = 0.0, []
-    for row in range(6):
-        reward = 0.7 * (float(logprobs[row].detach()) - float(reference[row])) - 0.3
-        sign, weight = (1, 1.5) if desirable[row] else (-1, float(weights[row]))
-        probability = 1 / (1 + math.exp(-sign * reward))
-        kept = float(mask[row])
-        expected += kept * weight * -math.log(probability) / 4
-        slopes.append(-kept * weight * sign * 0.7 * (1 - probability) / 4)
-    assert float(output.loss) == pytest.approx(expected, rel=1e-12)
-    output.loss.backward()
-    assert logprobs.grad.tolist() == pytest.approx(slopes, rel=1e-12)
-    assert float(output.metrics["reward_shift"]) == pytest.approx(0.3)
-
-
-def test_without_a_shift_pairs_taken_apart_have_the_loss_of_bco_pair() -> None:
-    chosen, rejected, ref_chosen, ref_rejected = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).double()
-    desirable = torch.arange(10) < 5
-    apart = bco_loss(torch.cat([chosen, rejected]), torch.cat([ref_chosen, ref_rejected]), desirable, denominator=5)
-    pairs = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, loss_type="bco_pair")
-    torch.testing.assert_close(apart.loss, pairs.loss)
 
 
 def test_weights_are_odds_of_a_logistic_regression() -> None:

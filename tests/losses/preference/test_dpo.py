@@ -93,15 +93,6 @@ def test_mixture_is_the_weighted_sum_and_takes_functions():
     torch.testing.assert_close(mixed, parts[0] + 0.5 * parts[1] + 2.0 * parts[2])
 
 
-def test_conservative_and_robust_losses_are_expectations_over_flipped_labels():
-    batch, flipped = pair_batch(seed=3), pair_batch(seed=3)
-    flipped = (batch[1], batch[0], batch[3], batch[2])
-    right, wrong = dpo_loss(*batch[:4]).loss, dpo_loss(*flipped).loss
-    torch.testing.assert_close(dpo_loss(*batch[:4], label_smoothing=0.2).loss, 0.8 * right + 0.2 * wrong)
-    robust = [dpo_loss(*pairs, loss_type="robust", label_smoothing=0.2).loss for pairs in (batch[:4], flipped)]
-    torch.testing.assert_close(0.8 * robust[0] + 0.2 * robust[1], right)  # unbiased under the noise
-
-
 def test_likelihood_term_is_the_mean_nll_per_token():
     batch = pair_batch()
     plain, with_nll = dpo_loss(*batch[:4]), dpo_loss(*batch[:4], nll_coef=0.3, chosen_lengths=batch[4])
@@ -126,18 +117,6 @@ def test_weights_scale_pairs_and_carry_no_gradient():
     dpo_loss(plain, rejected, ref_chosen, ref_rejected).loss.backward()
     torch.testing.assert_close(chosen.grad, weights.detach() * plain.grad)
     assert weights.grad is None
-
-
-@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "js", "alpha"])
-def test_divergence_scores_are_zero_at_one_and_increase(divergence):
-    logratio = torch.linspace(-5, 5, 41, dtype=torch.float64, requires_grad=True)
-    score = DIVERGENCES[divergence](logratio)
-    assert score[20].item() == pytest.approx(0.0, abs=1e-15)
-    assert (score.diff() > 0).all()
-    # f'(u) of the paper up to constants: d/dΔ of ln u, -1/u, ln(2u/(1+u)) and -(u^-a - 1)/a with a = 1 - alpha
-    ratio = logratio.detach().exp()
-    slope = {"reverse_kl": torch.ones_like(ratio), "forward_kl": 1 / ratio, "js": 1 / (1 + ratio), "alpha": ratio**-0.5}
-    torch.testing.assert_close(torch.autograd.grad(score.sum(), logratio)[0], slope[divergence])
 
 
 def test_alpha_divergence_joins_its_neighbours_and_stays_finite():

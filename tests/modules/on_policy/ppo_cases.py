@@ -4,6 +4,7 @@ import copy
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,13 +13,30 @@ from plain_sgd import PlainSGD
 from rl_runs import samples_of_all_ranks
 from torch import Tensor
 
-from rlhfkit import PPOModule, RolloutCallback, Sample
-from rlhfkit.modules.parts import ValueLoss
+from rlhfkit import Part, PPOModule, RolloutCallback, Sample
+from rlhfkit.losses import length_adaptive_lambda
+from rlhfkit.modules.parts import GAE, Critic, Returns, ValueLoss
 
-CLIP, KL, LAM, VALUE_CLIP = 0.2, 0.05, 0.9, 0.05
+CLIP, KL, GAMMA, LAM, VALUE_CLIP, ALPHA = 0.2, 0.05, 0.95, 0.9, 0.05, 0.4
 CLIPPED = ValueLoss(clip=VALUE_CLIP).plain()
-ARGUMENTS = {"lr": 0.05, "critic_lr": 0.05, "kl_coef": KL, "lam": LAM, "clip_high": CLIP, "parts": [CLIPPED]}
+ARGUMENTS = {
+    "lr": 0.05,
+    "critic_lr": 0.05,
+    "kl_coef": KL,
+    "gamma": GAMMA,
+    "lam": LAM,
+    "clip_high": CLIP,
+    "parts": [CLIPPED],
+}
 """Arguments of a module that trains alike."""
+BOOTSTRAPPED = {name: value for name, value in ARGUMENTS.items() if name not in ("critic_lr", "gamma", "lam")}
+"""Without what :func:`bootstrapped` says."""
+
+
+def bootstrapped(**critic: Any) -> list[Part]:
+    """A critic of these arguments, and lambda by length for advantages."""
+    by_length = GAE(GAMMA, partial(length_adaptive_lambda, alpha=ALPHA))
+    return [Critic(lr=0.05, bootstrap_truncated=True, **critic), by_length, Returns(GAMMA, LAM)]
 
 
 class PlainPPO(PlainSGD, PPOModule):
@@ -34,7 +52,6 @@ class Keep(L.Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         rollouts = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))
-        assert rollouts.experience is not None
         self.iterations.append(copy.deepcopy(samples_of_all_ranks(rollouts)))
         self.updates.append(rollouts.experience.update.clone())
 
@@ -58,10 +75,10 @@ def text_loss(model: Any, texts: Sequence[list[int]]) -> Tensor:
 
 
 def values_of(backbone: Any, head: Any, sample: Sample) -> Tensor:
-    """(n,) values of the states in which the sample's tokens were chosen, from a backbone and the head's weight."""
+    """(n + 1,) values of the states in which the sample's tokens were chosen, and of that after the last one."""
     ids = torch.tensor([sample.all_token_ids.tolist()])
     hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
-    return (hidden.double() @ head.weight[0].double())[-len(sample.token_ids) - 1 : -1]
+    return (hidden.double() @ head.weight[0].double())[-len(sample.token_ids) - 1 :]
 
 
 def reward_at_the_end(samples: Sequence[Sample]) -> list[Tensor]:
@@ -72,13 +89,14 @@ def reward_at_the_end(samples: Sequence[Sample]) -> list[Tensor]:
     return rewards
 
 
-def gae_by_hand(rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    advantages, following, after = torch.zeros_like(values), torch.zeros(()), torch.zeros(())
+def gae_by_hand(rewards: Tensor, values: Tensor, after: Tensor, lam: float) -> Tensor:
+    """(n,) advantages; ``after``: the value of what comes behind the last token."""
+    advantages, following = torch.zeros_like(values), torch.zeros(())
     for step in reversed(range(len(values))):
-        delta = rewards[step] + after - values[step]
-        following = delta + LAM * following
+        delta = rewards[step] + GAMMA * after - values[step]
+        following = delta + GAMMA * lam * following
         advantages[step], after = following, values[step]
-    return advantages, advantages + values
+    return advantages
 
 
 @dataclass
@@ -94,6 +112,10 @@ class ByHand:
     """Function of an update's number; its result is added to the loss."""
     temperature: float = 1.0
     normalize_values: bool = False
+    bootstrapped: bool = False
+    """Count the value of the state behind answers that were cut off, and take lambda by length for advantages."""
+    cut_off: int = 0
+    """Answers that were."""
     returns: list[float] = field(default_factory=list)
     """All returns so far."""
     updates: int = 0
@@ -113,7 +135,13 @@ class ByHand:
             made = []
             for sample, mine, value, reward in zip(samples, old, before, self.rewards(samples), strict=True):
                 penalised = reward - KL * (mine - logprobs_of(self.reference, sample, self.temperature))
-                made.append(gae_by_hand(penalised, value * std + mean))
+                *_, final = states = value * std + mean
+                counts = self.bootstrapped and sample.finish_reason == "length"
+                self.cut_off += counts
+                rest = penalised, states[:-1], final * counts
+                lam = max(0.0, 1 - 1 / (ALPHA * len(reward))) if self.bootstrapped else LAM
+                made.append((gae_by_hand(*rest, lam), gae_by_hand(*rest, LAM) + states[:-1]))
+            before = [value[:-1] for value in before]
         everything = torch.cat([advantages for advantages, _ in made])
         self.returns += torch.cat([returns for _, returns in made]).tolist()
         mean, std = self.scale()
@@ -125,7 +153,7 @@ class ByHand:
                 advantages = (made[row][0] - everything.mean()) / everything.std(unbiased=False)
                 ratio = (logprobs_of(self.policy, samples[row], self.temperature) - old[row]).exp()
                 surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-                values, target = values_of(self.backbone, self.head, samples[row]), (made[row][1] - mean) / std
+                values, target = values_of(self.backbone, self.head, samples[row])[:-1], (made[row][1] - mean) / std
                 clipped = before[row] + (values - before[row]).clamp(-VALUE_CLIP, VALUE_CLIP)
                 error = torch.maximum((values - target) ** 2, (clipped - target) ** 2)
                 total = total - surrogate.sum() + 0.5 * error.sum()

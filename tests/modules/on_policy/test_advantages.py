@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import digits, fit_run, setup_run
 
 from rlhfkit import (
     Environment,
@@ -65,8 +65,6 @@ class Greedy(L.Callback):
             expected[sample.prompt.index] = lengthy([made])[0]
             assert sample.reward_parts["greedy"] == pytest.approx(expected[sample.prompt.index], abs=1e-6)
         experience = rollouts.experience
-        assert experience is not None
-        assert experience.advantages is not None
         for row, group in enumerate(experience.group.tolist()):
             known = experience.action_mask[row]
             difference = float(experience.rewards[row]) - expected[group]
@@ -78,14 +76,13 @@ class Greedy(L.Callback):
 
 def test_the_baseline_is_the_reward_of_the_greedy_answer(tmp_path: Path) -> None:
     greedy = Greedy()
-    trainer, module, data, _ = setup_run(
+    trainer, _, _ = fit_run(
         tmp_path,
         module_arguments={"preset": "remax"},
         rollouts=RolloutCallback(lengthy, sampling=ONE),
         data_arguments={"micro_batch_size": 4},
         callbacks=[greedy],
     )
-    trainer.fit(module, data)
     assert trainer.global_step == 2
     assert greedy.checked == 16
 
@@ -117,7 +114,7 @@ def check_episodes(folder: Path, engine: Any) -> None:
     """One iteration of ReMax on conversations that an environment has begun."""
     greedy = Greedy()
     Asking.asked.clear()
-    trainer, module, data, rollouts = setup_run(
+    _, _, rollouts = fit_run(
         folder,
         module_arguments={"preset": "remax"},
         rollouts=RolloutCallback(
@@ -130,7 +127,6 @@ def check_episodes(folder: Path, engine: Any) -> None:
         callbacks=[greedy],
         max_epochs=1,
     )
-    trainer.fit(module, data)
     assert greedy.checked == 16
     drawn = dict(Asking.asked)
     assert len(Asking.asked) == 8 * 3  # two samples and the greedy answer
@@ -147,14 +143,13 @@ def test_greedy_episodes_begin_as_the_sampled_ones(tmp_path: Path) -> None:
 def test_greedy_answers_and_episodes_of_vllm_are_the_policys(vllm_pool: Any, vllm_model: Path, tmp_path: Path) -> None:
     tmp_path.joinpath("model").symlink_to(vllm_model)
     greedy = Greedy()
-    trainer, module, data, _ = setup_run(
+    fit_run(
         tmp_path,
         module_arguments={"preset": "remax"},
         rollouts=RolloutCallback(lengthy, engine=vllm_pool, sampling=ONE),
         data_arguments={"micro_batch_size": 4},
         callbacks=[greedy],
     )
-    trainer.fit(module, data)
     assert greedy.checked == 16
     check_episodes(tmp_path, vllm_pool)
 

@@ -111,8 +111,6 @@ def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
     """The same loss from the loss functions, with the numbers of the papers."""
     old, mask, rewards, group = batch.old_logprobs, batch.action_mask, batch.rewards, batch.group
     reference, tokens, sequences = batch.columns["ref_logprobs"], 20.0, 4.5
-    assert old is not None
-    assert reference is not None
     standard = group_advantages(rewards, group)
     k1 = kl_estimate(old, reference, estimator="k1", mask=mask)
     match name:
@@ -135,7 +133,8 @@ def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
             others = [penalised[rows].sum() - penalised[rows] for rows in (slice(3), slice(3, 6))]
             return rloo_loss(logprobs, old, penalised - torch.cat(others) / 2, mask, denominator=sequences).loss
         case "reinforce++":
-            returns = discounted_returns(token_rewards(rewards, mask, penalty=0.01 * k1), mask)
+            earned = token_rewards(rewards, mask, penalty=0.01 * k1, earned=batch.token_rewards)
+            returns = discounted_returns(earned, mask)
             return ppo_loss(logprobs, old, whiten(returns, mask), mask, denominator=tokens).loss
         case "reinforce++-baseline":
             centred = discounted_returns(token_rewards(group_advantages(rewards, group, scale="none"), mask), mask)
@@ -165,7 +164,7 @@ def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
     module = GRPOModule("anywhere", preset=name, **extra)
     batch = experience()
     batch.reward_parts = {"greedy": torch.tensor([0.5, 0.5, 0.5, 0.1, 0.1, 0.1])}
-    assert batch.old_logprobs is not None
+    batch.token_rewards = torch.where(batch.action_mask, 0.01 * torch.arange(36).view(6, 6), 0.0)
     if not penalizes(module):
         reference = batch.columns.pop("ref_logprobs")
     logprobs = (batch.old_logprobs + 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(5))).double()
@@ -233,7 +232,6 @@ def test_the_optimal_token_baseline_is_reached_by_name_and_reads_the_engines_log
     module = GRPOModule("anywhere", advantages="rlhfkit.modules.on_policy.presets.optimal_token_baseline")
     prepared = module.credit[0].prepare(batch)
     arguments = batch.rewards, batch.group, batch.action_mask, batch.rollout_logprobs
-    assert prepared.advantages is not None
     assert torch.equal(prepared.advantages, rlhfkit.losses.optimal_token_advantages(*arguments))
     assert len(prepared.advantages[0][batch.action_mask[0]].unique()) > 1
 
@@ -266,7 +264,6 @@ class CuriousGRPO(GRPOModule):
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         base = super().loss(batch, out)
-        assert out.entropy is not None
         entropy = self.token_mean(out.entropy, batch)
         return LossOutput(base.loss - self.hparams["entropy_coef"] * entropy, base.metrics)
 
@@ -274,23 +271,10 @@ class CuriousGRPO(GRPOModule):
 def test_a_subclass_with_a_bonus_of_its_own_counts_it_once() -> None:
     batch, entropy = experience(), torch.rand(6, 6, generator=torch.Generator().manual_seed(1))
     batch.columns.pop("ref_logprobs", None)
-    assert batch.old_logprobs is not None
     out = PolicyOutput(batch.old_logprobs, entropy)
     plain, curious = (loss_of(each, batch, out) for each in (GRPOModule("anywhere"), CuriousGRPO("anywhere")))
     mean = (entropy * batch.action_mask).sum() / 20.0
     torch.testing.assert_close(curious, plain - 1e-3 * mean)
-
-
-def test_a_function_of_ones_own_is_remembered_by_name_and_a_local_one_is_asked_for_again() -> None:
-    module = GRPOModule("anywhere", advantages=my_estimator)
-    assert module.hparams["advantages"] == f"{__name__}.my_estimator"
-    again = GRPOModule(**module.hparams)
-    rewards = torch.tensor([1.0, 3.0])
-    assert again.advantage_function.estimate(rewards, torch.zeros(2), torch.ones(2)).tolist() == [2.0, 6.0]
-    for local in (lambda rewards, group: rewards, functools.partial(lambda rewards, group, k: rewards, k=2)):
-        nameless = GRPOModule("anywhere", advantages=local)
-        with pytest.raises(ValueError, match=r"advantages was the function .* pass it again"):
-            GRPOModule(**nameless.hparams)
 
 
 class Powers:
@@ -304,44 +288,40 @@ class Powers:
 
 
 PASS = {"class_path": "rlhfkit.losses.advantages.group.pass_at_k_advantages", "init_args": {"k": 2}}
+PASS_AT_2 = functools.partial(pass_at_k_advantages, k=2)
 
 
 @pytest.mark.parametrize(
-    ("given", "plain"),
+    ("given", "plain", "function"),
     [
-        (functools.partial(pass_at_k_advantages, k=2), PASS),
-        ({"class_path": "pass_at_k_advantages", "init_args": {"k": 2}}, PASS),
-        (Powers(3.0), {"class_path": f"{__name__}.Powers", "init_args": {"power": 3.0}}),
+        (my_estimator, f"{__name__}.my_estimator", my_estimator),
+        (PASS_AT_2, PASS, PASS_AT_2),
+        (PASS | {"class_path": "pass_at_k_advantages"}, PASS, PASS_AT_2),
+        (Powers(3.0), {"class_path": f"{__name__}.Powers", "init_args": {"power": 3.0}}, Powers(3.0)),
     ],
 )
-def test_a_function_or_class_with_arguments_is_given_and_remembered(given: Any, plain: dict[str, Any]) -> None:
-    made = [GRPOModule("anywhere", advantages=given)]
-    made.append(GRPOModule(**made[0].hparams))
+def test_a_function_or_class_with_arguments_is_given_remembered_and_read(given: Any, plain: Any, function: Any) -> None:
+    module = GRPOModule("anywhere", advantages=given)
+    assert module.hparams["advantages"] == plain
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(GRPOModule, "model")
+    ways: list[dict[str, Any]] = [{"advantages": plain}]
+    if plain == PASS:
+        named = {"function": "pass_at_k_advantages", "arguments": {"k": 2}}
+        ways.append({"parts": [{"class_path": "rlhfkit.modules.parts.AdvantagesBy", "init_args": named}]})
+    texts = [json.dumps({"model": {"model": "anywhere"} | way}) for way in ways]
+    read = [parser.instantiate_classes(parser.parse_string(text)).model for text in texts]
     rewards, group = torch.tensor([1.0, 0.0, 0.0, 0.5]), torch.zeros(4, dtype=torch.int64)
-    expected = rewards**3 if "power" in str(plain) else pass_at_k_advantages(rewards, group, k=2)
-    for module in made:
-        assert module.hparams["advantages"] == plain
-        torch.testing.assert_close(module.advantage_function.estimate(rewards, group, torch.ones(4)), expected)
+    for one in (module, GRPOModule(**module.hparams), *read):
+        found = one.order[-1].estimator.estimate(rewards, group, torch.ones(4))
+        torch.testing.assert_close(found, function(rewards, group))
 
 
-def test_an_estimator_with_arguments_is_given_in_yaml() -> None:
-    part = {"function": "pass_at_k_advantages", "arguments": {"k": 2}}
-    powers = {"class_path": f"{__name__}.Powers", "init_args": {"power": 3.0}}
-    rewards, group = torch.tensor([1.0, 0.0, 0.0, 0.5]), torch.zeros(4, dtype=torch.int64)
-    for given, expected in (
-        (
-            {"parts": [{"class_path": "rlhfkit.modules.parts.advantages.AdvantagesBy", "init_args": part}]},
-            pass_at_k_advantages(rewards, group, k=2),
-        ),
-        ({"advantages": powers}, rewards**3),
-        ({"advantages": PASS}, pass_at_k_advantages(rewards, group, k=2)),
-    ):
-        parser = jsonargparse.ArgumentParser()
-        parser.add_class_arguments(GRPOModule, "model")
-        text = json.dumps({"model": {"model": "anywhere", **given}})
-        module = parser.instantiate_classes(parser.parse_string(text)).model
-        for one in (module, GRPOModule(**module.hparams)):
-            torch.testing.assert_close(one.order[-1].estimator.estimate(rewards, group, torch.ones(4)), expected)
+def test_a_local_function_is_asked_for_again() -> None:
+    for local in (lambda rewards, group: rewards, functools.partial(lambda rewards, group, k: rewards, k=2)):
+        nameless = GRPOModule("anywhere", advantages=local)
+        with pytest.raises(ValueError, match=r"advantages was the function .* pass it again"):
+            GRPOModule(**nameless.hparams)
 
 
 def test_a_function_of_rewards_is_given_what_it_names_in_any_order() -> None:
@@ -374,7 +354,6 @@ def test_advantages_may_be_a_function_of_rewards_and_groups_for_every_module(kin
         expected = rloo_advantages(batch.rewards, batch.group)
     else:
         expected = opo_advantages(batch.rewards, batch.group, batch.action_mask.sum(-1))
-    assert filled.advantages is not None
     torch.testing.assert_close(filled.advantages, expected[:, None].expand(6, 6))
     assert any(type(part) is Returns for part in module.parts) == (kind is PPOModule)  # for its critic all the same
 
@@ -393,7 +372,6 @@ def test_a_function_of_the_experience_sees_the_reward_without_the_kl_penalty_of_
         filled = batch
         for part in chosen:
             filled = part.prepare(filled)
-    assert batch.old_logprobs is not None
     penalty = 0.1 * ((batch.old_logprobs - batch.columns["ref_logprobs"]) * batch.action_mask).sum(-1)
     for rewards in seen:
         torch.testing.assert_close(rewards, batch.rewards - penalty)

@@ -13,14 +13,13 @@ import pytest
 import torch
 from lazy_module import LazyModule
 from plain_sgd import PlainSGD
-from rl_runs import digit_teacher, digits, samples_of_all_ranks, setup_run, weights
+from rl_runs import digits, fit_run, samples_of_all_ranks, setup_run, weights
 from strategies import ranks
 from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import (
-    LoRA,
     OnPolicyDistillationModule,
     PromptDataModule,
     RolloutCallback,
@@ -60,7 +59,6 @@ def by_hand(folder: Path, rollouts: RolloutCallback, token_loss: Callable[..., T
     student = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float64)
     start, samples = copy.deepcopy(student), rollouts.samples
-    assert rollouts.experience is not None
     for number in (0, 1):
         rows = (rollouts.experience.update == number).nonzero()[:, 0].tolist()
         total = torch.zeros((), dtype=torch.float64)
@@ -88,7 +86,7 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, case: str) -> None:
     reward_coef = 0.3 * rewarded
     how = DivergenceLoss("reverse_kl", 0.7, chunk_size=7) if compared else TeacherAdvantages(0.7, gamma=0.5)
     knobs: dict[str, Any] = {"parts": [how], "reward_coef": reward_coef}
-    trainer, module, data, rollouts = setup_run(
+    trainer, module, rollouts = fit_run(
         tmp_path,
         module=PlainDistillation,
         module_arguments={"teacher": str(tmp_path / "teacher"), "lr": LR}
@@ -98,7 +96,6 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, case: str) -> None:
         rollouts=RolloutCallback(digits, sampling=sampling()),
         max_epochs=1,
     )
-    trainer.fit(module, data)
     assert trainer.global_step == 2
     rewards = torch.tensor([sample.reward for sample in rollouts.samples], dtype=torch.float64)
     standard = group_advantages(rewards, torch.tensor([sample.prompt.index for sample in rollouts.samples]))
@@ -119,53 +116,9 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, case: str) -> None:
     moved = sum(float((theirs[name] - first[name]).abs().sum()) for name in theirs)
     error = sum(float((mine.double() - theirs[name]).abs().sum()) for name, mine in weights(module).items())
     assert error < 1e-3 * moved  # float32 against float64
-
-
-def kl_to_teacher(module: Any, teacher: Path, samples: list[Sample]) -> float:
-    """Mean KL of student to teacher over all tokens of the samples, in nats."""
-    model = AutoModelForCausalLM.from_pretrained(teacher)
-    with torch.no_grad():
-        pairs = [(distributions(module.policy, each)[0], distributions(model, each)[0]) for each in samples]
-    return float(torch.cat([(mine.exp() * (mine - theirs)).sum(-1) for mine, theirs in pairs]).mean())
-
-
-@pytest.mark.parametrize(
-    ("knobs", "level"),
-    [
-        ({"divergence": "reverse_kl"}, 0.6),
-        ({"lora": LoRA(rank=8), "lr": 2e-2}, 3.0),
-    ],
-    ids=["reverse KL", "sampled token, LoRA"],
-)
-@pytest.mark.long
-def test_the_student_becomes_the_teacher(tmp_path: Path, knobs: dict[str, Any], level: float) -> None:
-    """The teacher writes digits, the student starts at random, 5 nats away; the minimum is 0."""
-    teacher = digit_teacher(tmp_path / "teacher")
-    before: list[float] = []
-
-    class Before(L.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if not before:
-                before.append(kl_to_teacher(pl_module, teacher, trainer.callbacks[0].samples))
-
-    trainer, module, data, rollouts = setup_run(
-        tmp_path,
-        module=OnPolicyDistillationModule,
-        module_arguments={"teacher": str(teacher), "lr": 5e-3} | knobs,
-        data_arguments={"rollout_batch_size": 32, "micro_batch_size": 16},
-        rollouts=RolloutCallback(sampling=sampling(1, 8)),
-        callbacks=[Before()],
-        max_epochs=20,
-    )
-    trainer.fit(module, data)
-    assert before[0] > 4
-    assert kl_to_teacher(module, teacher, rollouts.samples) < level
-    assert sum(digits(rollouts.samples)) / 32 > 0.8  # 1 would be nothing but digits
-    assert "rollout/reward" not in trainer.callback_metrics
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
-    assert saved
-    assert all(name.startswith("policy.") and ("lora" in name or "lora" not in knobs) for name in saved)
+    assert {name.partition(".")[0] for name in saved} == {"policy"}  # the teacher is loaded by name
 
 
 def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
@@ -261,11 +214,11 @@ def test_each_prompt_has_the_teacher_of_its_domain(tmp_path: Path) -> None:
         rows = [{"prompt": f"{i}+{i}=", "kind": ("even", "odd")[i % 2]} for i in range(40)]
         data = PromptDataModule(datasets.Dataset.from_list(rows), rollout_batch_size=8, micro_batch_size=4)
         trainer.fit(module, data)
+        assert "rollout/reward" not in trainer.callback_metrics
         return rollouts
 
     rollouts = run(column="kind")
     samples, experience = rollouts.samples, rollouts.experience
-    assert experience is not None
     assert {sample.prompt.metadata["kind"] for sample in samples} == set(names)
     for row, sample in enumerate(samples):
         model = AutoModelForCausalLM.from_pretrained(names[sample.prompt.metadata["kind"]])

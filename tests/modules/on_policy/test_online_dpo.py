@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from plain_sgd import PlainSGD
-from rl_runs import digits, setup_run, weights
+from rl_runs import digits, fit_run, setup_run, weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -60,14 +60,13 @@ def logprob(model: Any, sample: Sample) -> Tensor:
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, mask_truncated: bool) -> None:
     sampling = SamplingSpec(group_size=4, max_new_tokens=6, temperature=TEMPERATURE)
-    trainer, module, data, rollouts = setup_run(
+    trainer, module, rollouts = fit_run(
         tmp_path,
         module=PlainOnlineDPO,
         module_arguments={"lr": LR, "beta": BETA, "nll_coef": NLL, "parts": [Pairs(truncated=not mask_truncated)]},
         rollouts=RolloutCallback(uneven, engine=Finishing(), sampling=sampling),
         max_epochs=1,
     )
-    trainer.fit(module, data)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     reference = copy.deepcopy(policy)
     samples, losses, kept = rollouts.samples, [], 0

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, samples_of_all_ranks, setup_run
+from rl_runs import fit_run, samples_of_all_ranks, setup_run
 from strategies import ranks
 from tiny_models import tiny_model
 from torch import Tensor
@@ -20,8 +20,6 @@ from rlhfkit import (
     LossOutput,
     OnlineDPOModule,
     PPOModule,
-    RolloutCallback,
-    SamplingSpec,
     SFTDataModule,
     SFTModule,
 )
@@ -74,7 +72,6 @@ def run(folder: Path, arguments: dict[str, Any], *, callbacks: Any = (), module:
         module=module,
         module_arguments={"lr": 2e-3} | EVERYTHING | arguments,
         data_arguments={"micro_batch_size": 2 * each, "pretraining_data": text(each)},
-        rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         callbacks=callbacks,
         **{"max_epochs": 3, "accumulate_grad_batches": 8 // size} | more,
     )
@@ -132,7 +129,6 @@ def test_with_adapters_the_reference_is_the_policy_without_them_and_the_critic_h
     batch = rollouts.experience
     with torch.no_grad():
         expected = policy_output(base, batch, batch.action_mask).logprobs
-    assert batch is not None
     torch.testing.assert_close(batch.columns["ref_logprobs"], expected, rtol=0, atol=1e-5)
     assert (batch.columns["ref_logprobs"] - batch.old_logprobs).abs().max() > 1e-2
     moved = {
@@ -190,10 +186,9 @@ class OwnLoss(OnlineDPOModule):
 
 def test_text_is_learned_from_beside_any_loss(tmp_path: Path) -> None:
     for module in (OwnLoss, OnlineDPOModule):
-        trainer, made, data, _ = setup_run(
+        trainer, _, _ = fit_run(
             tmp_path, module=module, module_arguments={"parts": [TEXT]}, data_arguments={"pretraining_data": text(8)}
         )
-        trainer.fit(made, data)
         assert trainer.callback_metrics["ptx/loss"] > 0
         if module is OwnLoss:
             torch.testing.assert_close(trainer.callback_metrics["loss"], 0.2 * trainer.callback_metrics["ptx/loss"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_runs import setup_run
+from rl_runs import fit_run
 from tiny_models import tiny_mixture, tiny_model
 
 from rlhfkit import GRPOModule
@@ -39,10 +39,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Spy, dict
     for replays in (False, True):
         folder = tmp_path_factory.mktemp("run")
         tiny_mixture(folder / "model")
-        trainer, module, data, _ = setup_run(
+        trainer, module, _ = fit_run(
             folder, module=Spy, module_arguments={"lr": 0.05, "parts": [RouterReplay()] * replays}, max_epochs=1
         )
-        trainer.fit(module, data)
         found[replays] = (module, {name: float(value) for name, value in trainer.callback_metrics.items()})
     return found  # type: ignore[return-value]
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import digits, fit_run
 from tiny_models import tiny_model
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import LoRA, PPOModule, RolloutCallback, SamplingSpec, SFTDataModule
@@ -17,12 +18,9 @@ from rlhfkit.modules.parts import Critic
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.rollout import ModuleWeights
 
-from .ppo_cases import ARGUMENTS, CLIPPED, ByHand, Keep, PlainPPO, check_moved_alike, text_loss
+from .ppo_cases import BOOTSTRAPPED, CLIPPED, ByHand, Keep, PlainPPO, bootstrapped, check_moved_alike, text_loss
 
 TEXTS = ["to be", "or not to be", "that is", "the question", "whether tis", "nobler", "in the mind", "to suffer"]
-
-
-OTHERS = {name: value for name, value in ARGUMENTS.items() if name != "critic_lr"}
 
 
 def text_data(**arguments: Any) -> SFTDataModule:
@@ -32,10 +30,10 @@ def text_data(**arguments: Any) -> SFTDataModule:
 
 def test_three_iterations_with_text_on_a_shared_backbone_are_the_loop_by_hand(tmp_path: Path) -> None:
     keep = Keep()
-    trainer, module, data, _ = setup_run(
+    trainer, module, _ = fit_run(
         tmp_path,
         module=PlainPPO,
-        module_arguments=OTHERS | {"parts": [CLIPPED, Critic(lr=0.05, shared=True), PretrainingLoss(0.3)]},
+        module_arguments=BOOTSTRAPPED | {"parts": [CLIPPED, *bootstrapped(shared=True), PretrainingLoss(0.3)]},
         data_arguments={
             "rollout_batch_size": 4, "micro_batch_size": 4, "pretraining_data": text_data(shuffle=False)
         },
@@ -43,20 +41,27 @@ def test_three_iterations_with_text_on_a_shared_backbone_are_the_loop_by_hand(tm
         callbacks=[keep],
         max_epochs=3,
     )  # fmt: skip
-    trainer.fit(module, data)
     policy: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     reference = copy.deepcopy(policy)
     head: Any = copy.deepcopy(load_scalar_model(str(tmp_path / "model")).model.score).double()  # type: ignore[operator]
     started = copy.deepcopy(head)
     token_ids = [[*module.tokenizer(text)["input_ids"], module.tokenizer.eos_token_id] for text in TEXTS]
-    hand = ByHand(policy, reference, policy.model, head, temperature=0.8)
-    hand.text = lambda update: 0.3 * text_loss(policy, token_ids[4:] if update % 2 else token_ids[:4])
+    hand = ByHand(policy, reference, policy.model, head, temperature=0.8, bootstrapped=True)
+    losses: list[float] = []
+
+    def text(update: int) -> Tensor:
+        loss = text_loss(policy, token_ids[4:] if update % 2 else token_ids[:4])
+        losses.append(float(loss.detach()))
+        return 0.3 * loss
+
+    hand.text = text
     for samples, update in zip(keep.iterations, keep.updates, strict=True):
         hand.iteration(samples, update)
     assert hand.updates == 6
+    assert 0 < hand.cut_off < 48
     check_moved_alike(module.policy, policy, reference)
     check_moved_alike(module.policy.value_head, head, started)
-    assert trainer.callback_metrics["ptx/loss"] > 0
+    assert float(trainer.callback_metrics["ptx/loss"]) == pytest.approx(sum(losses[4:]) / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["full", "lora"])

@@ -59,36 +59,22 @@ from .credit_cases import (
     Half,
     advantages_by_formula,
     credit_formula,
-    critic_formula,
     divergence_formula,
-    gae_formula,
-    group_formula,
-    pairs_formula,
-    returns_formula,
     scaled_formula,
-    teacher_advantages_formula,
     teacher_folder,
-    teacher_formula,
-    value_loss_formula,
     warmup_formula,
-    whiten_formula,
 )
 from .filter_cases import (
-    correction_formula,
     mismatch_formula,
-    no_correction_formula,
-    off_policy_formula,
-    rejection_formula,
     top_entropy_formula,
 )
 from .kl_control_cases import (
     kl_in_reward_formula,
     kl_penalty_formula,
     kl_target_formula,
-    reference_formula,
     stop_early_formula,
 )
-from .old_policy_cases import log_linear_formula, old_logprobs_formula, router_replay_formula
+from .old_policy_cases import old_logprobs_formula, router_replay_formula
 from .reward_cases import (
     clip_formula,
     mask_formula,
@@ -122,7 +108,8 @@ class Case:
     """A part, what else its module is given, and a check of its formula."""
 
     make: Callable[[], Part]
-    formula: Callable[[Path], None]
+    formula: Callable[[Path], None] | str
+    """Checks its numbers; or the file whose tests do, in a run beside a loop by hand."""
     module: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
@@ -309,62 +296,10 @@ def entropy_target_formula(folder: Path) -> None:
     torch.testing.assert_close(applied, expected[:-1])
 
 
-def moving_reference_formula(folder: Path) -> None:
-    """After two steps the reference is three quarters what it was, and one quarter the policy."""
-    _, one = fit(folder, CASES["MovingReference"], parts=[MovingReference(2, alpha=0.0)], max_epochs=1)
-    _, found = fit(folder, CASES["MovingReference"], max_epochs=1)
-    for name, value in found.reference.state_dict().items():
-        start, policy = one.reference.state_dict()[name], found.policy.state_dict()[name]
-        torch.testing.assert_close(value, 0.75 * start + 0.25 * policy, rtol=1e-5, atol=1e-7)
-
-
 def short_texts(world: int) -> SFTDataModule:
     """Texts of different lengths, eight in an update."""
     rows = [{"text": "ab " * (1 + row % 4) + str(row)} for row in range(20)]
     return SFTDataModule(rows, text="text", micro_batch_size=4 // world)
-
-
-def pretraining_formula(folder: Path) -> None:
-    """With nothing else to learn from, steps of SGD on the mean of minus the log-probs of an update's tokens."""
-    from transformers import AutoModelForCausalLM
-
-    seen: list[list[Tensor]] = []
-
-    class Texts(L.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            text = trainer.datamodule.pretraining_batch(trainer.fit_loop.total_batch_idx)
-            rows = zip(text.input_ids, text.attention_mask, strict=True)
-            seen.append([ids[mask] for ids, mask in rows])
-
-    def no_reward(samples: Any) -> list[float]:
-        return [0.0] * len(samples)
-
-    case = CASES["PretrainingLoss"]
-    rollouts = RolloutCallback(no_reward, sampling=case.sampling)
-    trainer, module, data, _ = setup_run(
-        folder,
-        module=PlainGRPO,
-        module_arguments={"lr": LR, "parts": [case.make()]},
-        data_arguments={"pretraining_data": short_texts(1)},
-        rollouts=rollouts,
-        callbacks=[Texts()],
-    )
-    trainer.fit(module, data)
-    policy: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
-    assert len(seen) == 8
-    losses = []
-    for update in range(4):
-        rows = [*seen[2 * update], *seen[2 * update + 1]]
-        words = [policy(row[None]).logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None]) for row in rows]
-        loss = -torch.cat(words).mean()
-        losses.append(float(loss.detach()))
-        for parameter, gradient in zip(
-            policy.parameters(), torch.autograd.grad(0.3 * loss, list(policy.parameters())), strict=True
-        ):
-            parameter.data -= LR * gradient
-    torch.testing.assert_close(float(trainer.callback_metrics["ptx/loss"]), sum(losses[2:]) / 2, rtol=1e-5, atol=0)
-    for name, value in module.policy.named_parameters():
-        torch.testing.assert_close(value.double(), dict(policy.named_parameters())[name], rtol=1e-4, atol=1e-6)
 
 
 UNSCALED = {"advantage_scale": "none"}
@@ -386,24 +321,24 @@ CASES: dict[str, Case] = {
     "ClipRewards": Case(lambda: ClipRewards(0.1), clip_formula, UNSCALED),
     "MaskTruncated": Case(MaskTruncated, mask_formula, sampling=ENDS),
     "TopEntropy": Case(lambda: TopEntropy(0.5), top_entropy_formula, metrics=("policy/kept_fraction",)),
-    "OffPolicyMask": Case(lambda: OffPolicyMask(1e-4), off_policy_formula, metrics=("policy/kept_fraction",)),
+    "OffPolicyMask": Case(lambda: OffPolicyMask(1e-4), "test_token_filter.py", metrics=("policy/kept_fraction",)),
     "Rejection": Case(
         lambda: Rejection("token", divergence="k2", high=0.01),
-        rejection_formula,
+        "test_token_filter.py",
         metrics=("policy/kept_fraction",),
         group=distant_engine,
     ),
-    "Correction": Case(lambda: Correction({"high": 0.9}), correction_formula),
-    "NoCorrection": Case(NoCorrection, no_correction_formula, always=True),
+    "Correction": Case(lambda: Correction({"high": 0.9}), "test_token_filter.py"),
+    "NoCorrection": Case(NoCorrection, "test_base.py", always=True),
     "EngineMismatch": Case(EngineMismatch, mismatch_formula, metrics=MISMATCHES, always=True),
-    "GroupAdvantages": Case(lambda: GroupAdvantages("none"), group_formula),
+    "GroupAdvantages": Case(lambda: GroupAdvantages("none"), "test_base.py"),
     "AdvantagesBy": Case(lambda: AdvantagesBy(Half, {"factor": 0.25}), advantages_by_formula),
     "TokenCredit": Case(lambda: TokenCredit(0.5), credit_formula),
-    "WhitenAdvantages": Case(WhitenAdvantages, whiten_formula, UNSCALED),
-    "Teacher": Case(lambda: Teacher(teacher_folder()), teacher_formula, always=True),
+    "WhitenAdvantages": Case(WhitenAdvantages, "test_ppo.py", UNSCALED),
+    "Teacher": Case(lambda: Teacher(teacher_folder()), "test_distillation.py", always=True),
     "TeacherAdvantages": Case(
         lambda: TeacherAdvantages(0.5, gamma=0.5),
-        teacher_advantages_formula,
+        "test_distillation.py",
         metrics=("distillation/reverse_kl",),
         kind=Distilled,
     ),
@@ -415,13 +350,13 @@ CASES: dict[str, Case] = {
     ),
     "ScaledAdvantages": Case(lambda: ScaledAdvantages(0.5), scaled_formula, UNSCALED),
     "Critic": Case(
-        lambda: Critic(lr=0.02, normalize=True, bootstrap_truncated=True), critic_formula, sampling=ENDS, kind=PlainPPO
+        lambda: Critic(lr=0.02, normalize=True, bootstrap_truncated=True), "test_ppo.py", sampling=ENDS, kind=PlainPPO
     ),
-    "GAE": Case(lambda: GAE(0.9, 0.5), gae_formula, kind=PlainPPO),
-    "Returns": Case(lambda: Returns(0.9, 0.5), returns_formula, kind=PlainPPO),
-    "ValueLoss": Case(lambda: ValueLoss(0.5, clip=1e-3), value_loss_formula, kind=PlainPPO),
+    "GAE": Case(lambda: GAE(0.9, 0.5), "test_ppo.py", kind=PlainPPO),
+    "Returns": Case(lambda: Returns(0.9, 0.5), "test_ppo.py", kind=PlainPPO),
+    "ValueLoss": Case(lambda: ValueLoss(0.5, clip=1e-3), "test_ppo.py", kind=PlainPPO),
     "CriticWarmup": Case(lambda: CriticWarmup(2), warmup_formula, kind=PlainPPO),
-    "Pairs": Case(lambda: Pairs(truncated=False), pairs_formula, kind=Judged, sampling=ENDS),
+    "Pairs": Case(lambda: Pairs(truncated=False), "test_online_dpo.py", kind=Judged, sampling=ENDS),
     "OldLogprobs": Case(
         OldLogprobs,
         old_logprobs_formula,
@@ -429,7 +364,7 @@ CASES: dict[str, Case] = {
         trainer={"accumulate_grad_batches": 4},  # an epoch is one update
         always=True,
     ),
-    "LogLinear": Case(LogLinear, log_linear_formula),
+    "LogLinear": Case(LogLinear, "test_token_filter.py"),
     "RouterReplay": Case(
         RouterReplay,
         router_replay_formula,
@@ -438,7 +373,7 @@ CASES: dict[str, Case] = {
         of_rows=("policy/rerouted_fraction",),
     ),
     "EntropyBonus": Case(lambda: EntropyBonus(0.1), entropy_bonus_formula),
-    "Reference": Case(lambda: Reference(None), reference_formula, {"kl_coef": 0.1}, always=True),
+    "Reference": Case(lambda: Reference(None), "test_ppo.py", {"kl_coef": 0.1}, always=True),
     "KLPenalty": Case(
         lambda: KLPenalty(0.5, estimator="k2", clamp=0.1, importance_weight=True),
         kl_penalty_formula,
@@ -454,8 +389,10 @@ CASES: dict[str, Case] = {
         lambda: KLTarget(1e-3, horizon=100), kl_target_formula, {"kl_coef": 0.1}, metrics=("policy/kl_coef",)
     ),
     "StopEarly": Case(lambda: StopEarly(1e-3), stop_early_formula, metrics=("policy/kl_early_stopped",)),
-    "MovingReference": Case(lambda: MovingReference(2, alpha=0.25), moving_reference_formula, {"kl_coef": 5.0}),
-    "PretrainingLoss": Case(lambda: PretrainingLoss(0.3), pretraining_formula, metrics=("ptx/loss",), text=short_texts),
+    "MovingReference": Case(lambda: MovingReference(2, alpha=0.25), "../test_moving_reference.py", {"kl_coef": 5.0}),
+    "PretrainingLoss": Case(
+        lambda: PretrainingLoss(0.3), "test_shared_backbone.py", metrics=("ptx/loss",), text=short_texts
+    ),
     "EntropyTarget": Case(
         lambda: EntropyTarget(100.0, step=0.02), entropy_target_formula, metrics=("policy/entropy_coef",)
     ),

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit import GRPOModule
-from rlhfkit.modules.parts.correction import Correction, EngineMismatch, NoCorrection
-from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
+from rlhfkit.modules.parts.correction import EngineMismatch
+from rlhfkit.modules.parts.token_filters import TopEntropy
 
 
 def inputs() -> Any:
@@ -44,40 +43,6 @@ def top_entropy_formula(folder: Path) -> None:
     torch.testing.assert_close(metrics["policy/kept_fraction"], expected.float().mean())
 
 
-def off_policy_formula(folder: Path) -> None:
-    """An answer of negative advantage goes where the engine's log-probs are above the policy's on average."""
-    batch, out, old = inputs()
-    gaps = [
-        float((batch.rollout_logprobs - out.logprobs)[row][batch.action_mask[row]].detach().mean()) for row in range(2)
-    ]
-    for threshold in (max(gaps[1], 0.0) + 0.01, max(gaps[1] - 0.01, 0.0)):
-        kept, _ = weights(OffPolicyMask(threshold), batch, out, old)
-        assert bool((kept[0] == 1).all())  # its advantage is positive
-        assert bool((kept[1][batch.action_mask[1]] == float(gaps[1] <= threshold)).all())
-
-
-def rejection_formula(folder: Path) -> None:
-    """A token goes where half the square of the difference exceeds the bound."""
-    batch, out, old = inputs()
-    kept, _ = weights(Rejection("token", divergence="k2", high=0.02), batch, out, old)
-    for row, step in batch.action_mask.nonzero().tolist():
-        difference = float(old[row, step] - batch.rollout_logprobs[row, step])
-        assert bool(kept[row, step]) == (difference**2 / 2 <= 0.02)
-
-
-def correction_formula(folder: Path) -> None:
-    """The ratio of trainer to engine of a token, at most 2; of a sequence the product, once a row."""
-    batch, out, old = inputs()
-    found, _ = weights(Correction("tis"), batch, out, old)
-    sums = [0.0, 0.0]
-    for row, step in batch.action_mask.nonzero().tolist():
-        difference = float(old[row, step] - batch.rollout_logprobs[row, step])
-        sums[row] += difference
-        torch.testing.assert_close(float(found[row, step]), min(math.exp(difference), 2.0))
-    of_rows, _ = weights(Correction({"level": "sequence", "high": None, "mode": "none"}), batch, out, old)
-    torch.testing.assert_close(of_rows[:, 0].tolist(), [math.exp(one) for one in sums])
-
-
 def mismatch_formula(folder: Path) -> None:
     """Means over the tokens that the engine gave a log-prob, without replayed answers; NaN where there is none."""
     batch, out, old = inputs()
@@ -106,9 +71,3 @@ def mismatch_formula(folder: Path) -> None:
     assert measured() == pytest.approx(expected([0]), rel=1e-5)
     batch.rollout_logprobs[:] = math.nan
     assert all(math.isnan(value) for value in measured().values())
-
-
-def no_correction_formula(folder: Path) -> None:
-    """Nothing is made of the samples of a quantized engine."""
-    assert GRPOModule("no/model").correct_off_policy()
-    assert not GRPOModule("no/model", parts=[NoCorrection()]).correct_off_policy()

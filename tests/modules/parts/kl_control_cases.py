@@ -7,12 +7,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import fit_run
 from torch import Tensor
 
 from modules.on_policy.ppo_cases import logprobs_of
 from modules.on_policy.test_base import experience
-from rlhfkit import GRPOModule, OnPolicyModule, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import GRPOModule, OnPolicyModule, PPOModule
 from rlhfkit.losses import kl_estimate
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.parts.advantages import GroupAdvantages
@@ -57,15 +57,13 @@ def same(one: Any, other: Any) -> bool:
 def stop_early_formula(folder: Path) -> None:
     """Updates stop where the distance passes the limit, and begin again with the next iteration; the critic goes on."""
     watch, stopping = Watch(), StopEarly(LIMIT)
-    trainer, made, data, _ = setup_run(
+    trainer, made, _ = fit_run(
         folder,
         module=PPOModule,
         module_arguments={"lr": 1e-3, "parts": [stopping], "optimization": {"weight_decay": 0.1}},
         data_arguments={"rollout_batch_size": 8, "micro_batch_size": 4},  # four updates of two micro-batches
-        rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         callbacks=[watch],
     )
-    trainer.fit(made, data)
     watch.policies.append(made.policy)
     watch.moments.append(watch.moments[-1] if stopping.stopped else [])
     made_updates, expected_stops = 0, 0
@@ -109,8 +107,7 @@ def kl_target_formula(folder: Path) -> None:
             seen.append((float(kl.sum() / batch.action_mask.sum()), coefficient(pl_module)))
 
     arguments = {"kl_coef": 0.1, "parts": [KLTarget(1e-3, horizon=100)], "lr": 1e-2}
-    trainer, module, data, _ = setup_run(folder, module_arguments=arguments, callbacks=[Keep()], max_epochs=3)
-    trainer.fit(module, data)
+    trainer, module, _ = fit_run(folder, module_arguments=arguments, callbacks=[Keep()], max_epochs=3)
     expected = 0.1
     for kl, coef in seen:
         expected *= 1 + min(max(kl / 1e-3 - 1, -0.2), 0.2) * 32 / 100
@@ -121,29 +118,11 @@ def kl_target_formula(folder: Path) -> None:
     assert coefficient(GRPOModule.load_from_checkpoint(folder / "run.ckpt")) == coefficient(module)
 
 
-def reference_formula(folder: Path) -> None:
-    """Log-probs of the policy as it was loaded, for every token of an iteration."""
-    from transformers import AutoModelForCausalLM
-
-    arguments = {"kl_coef": 0.1, "lr": 1e-2}
-    trainer, module, data, rollouts = setup_run(folder, module_arguments=arguments)
-    trainer.fit(module, data)
-    start = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
-    rows = rollouts.experience
-    assert rows is not None
-    assert float((rows.old_logprobs - rows.columns["ref_logprobs"]).abs().max()) > 1e-3  # the policy has moved
-    for row, sample in enumerate(rollouts.samples):
-        found = rows.columns["ref_logprobs"][row][rows.action_mask[row]]
-        with torch.no_grad():
-            torch.testing.assert_close(found, logprobs_of(start, sample).float(), rtol=1e-4, atol=1e-5)
-
-
 def kl_penalty_formula(folder: Path) -> None:
     """Ratio times k2, at most 0.1 of each token, as a share of the step's mean."""
     part, rows = KLPenalty(0.5, estimator="k2", clamp=0.1, importance_weight=True), experience()
     GRPOModule("no/model", parts=[part])
     rows.advantages, old, mask = rows.rewards[:, None].expand(6, 6), rows.old_logprobs, rows.action_mask
-    assert old is not None
     logprobs = (old + 0.4 * torch.randn(6, 6, generator=torch.Generator().manual_seed(7))).requires_grad_()
     found = part.term(rows, PolicyOutput(logprobs, None), old)
     total = torch.zeros(())
@@ -161,7 +140,6 @@ def kl_penalty_formula(folder: Path) -> None:
 def kl_in_reward_formula(folder: Path) -> None:
     """The sum of an answer's KL, or that of each token as a column; k3 of the policy before the iteration."""
     rows = experience()
-    assert rows.old_logprobs is not None
     difference = rows.columns["ref_logprobs"] - rows.old_logprobs
     kl = torch.where(rows.action_mask, difference.exp() - 1 - difference, 0.0)
     part = KLInReward(0.5, place="sequence", estimator="k3")

@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from tiny_models import tiny_mixture
 
 from rlhfkit import GRPOModule
 from rlhfkit.models import policy_output
-from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.modules.parts.routers import RouterReplay
 from rlhfkit.parts import Part, Stage
 
@@ -65,25 +63,6 @@ def kept_logprobs_formula(folder: Path) -> None:
             assert torch.equal(taken[place], given[place])
             assert torch.equal(taken[place + 4], given[place])
             assert not torch.equal(taken[place + 4], given[place + 4])
-
-
-def log_linear_formula(folder: Path) -> None:
-    """On the line from the engine's log-probs to the policy's own, by versions; the latter in the first update."""
-    from .cases import attached, batch_of, output_of
-
-    batch = batch_of()
-    out, part = output_of(batch), attached(LogLinear())
-    assert isinstance(part, LogLinear)
-    assert torch.equal(part.old_logprobs(batch, out), out.logprobs.detach())
-    part.module._trainer = SimpleNamespace(global_step=5)
-    batch.versions = torch.arange(10).reshape(2, 5) % 3
-    part.version = 4
-    old, now = part.old_logprobs(batch, out), out.logprobs.detach()
-    for row, step in batch.action_mask.nonzero().tolist():
-        version = int(batch.versions[row, step])
-        share = (4 - version) / (5 - version)
-        expected = (1 - share) * float(batch.rollout_logprobs[row, step]) + share * float(now[row, step])
-        torch.testing.assert_close(float(old[row, step]), expected, rtol=1e-5, atol=1e-6)
 
 
 def router_replay_formula(folder: Path) -> None:

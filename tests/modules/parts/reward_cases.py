@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import digits, fit_run
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
 
@@ -58,7 +58,6 @@ def normalize_formula(folder: Path) -> None:
     rows = experience()
     earned = torch.where(rows.action_mask, 0.5, 0.0)
     scaled = part.prepare(dataclasses.replace(rows, token_rewards=earned)).token_rewards
-    assert scaled is not None
     std = statistics.stdev([*seen, *rows.rewards.tolist()])
     torch.testing.assert_close(scaled, earned / std)
 
@@ -97,8 +96,7 @@ def reward_folder() -> str:
 def reward_model_formula(folder: Path) -> None:
     """The output at the last token of each sample, one sequence at a time, shifted and scaled as the model says."""
     part = RewardModel({"one": reward_folder(), "two": reward_folder()}, {"two": -0.5})
-    trainer, module, data, rollouts = setup_run(folder, module_arguments={"parts": [part]}, max_epochs=1)
-    trainer.fit(module, data)
+    _, _, rollouts = fit_run(folder, module_arguments={"parts": [part]}, max_epochs=1)
     plain = AutoModelForSequenceClassification.from_pretrained(reward_folder())
     scores = []
     for sample in rollouts.samples:
@@ -106,7 +104,6 @@ def reward_model_formula(folder: Path) -> None:
         with torch.no_grad():
             hidden = plain.base_model(tokens).last_hidden_state[0, -1]
             scores.append((float(plain.score(hidden)) - 0.5) / 2.0)
-    assert rollouts.experience is not None
     for name in ("one", "two"):
         assert rollouts.experience.reward_parts[f"model/{name}"].tolist() == pytest.approx(scores, abs=1e-5)
     expected = [score + 0.5 * mine for score, mine in zip(digits(rollouts.samples), scores, strict=True)]

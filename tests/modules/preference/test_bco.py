@@ -10,24 +10,20 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from modules import kto_cases
-from modules.data_runs import Steps, answer_logprob, by_sgd, exact, trainer
+from modules.data_runs import Steps, answer_logprob, by_sgd, exact, folder_of, trainer
 from rlhfkit import BCOModule
 from rlhfkit.data.formats import prompt_tokens
 from rlhfkit.losses.preference.unpaired import density_ratio_weights
 from rlhfkit.models import ModelLoading
 
-BETA, DECAY, LR, STEP = 0.5, 0.6, 2e-3, 8
+BETA, DECAY, LR, STEP, WANTED, UNWANTED = 0.5, 0.6, 2e-3, 8, 1.2, 0.7
 
 
 class PlainBCO(PlainSGD, BCOModule):
     """BCO with SGD."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bco")
-    kto_cases.prepare(folder)
-    return folder
+folder = folder_of(kto_cases.prepare)
 
 
 def by_hand(folder: Path, *, matched: bool) -> dict[str, Tensor]:
@@ -51,7 +47,7 @@ def by_hand(folder: Path, *, matched: bool) -> dict[str, Tensor]:
             reward = BETA * (answer_logprob(policy, examples[row].answer) - anchor)
             wanted = examples[row].desirable
             rewards[wanted].append(float(reward.detach()))
-            weight = ratios[row] if matched and not wanted else 1.0
+            weight = WANTED if wanted else ratios[row] if matched else UNWANTED
             terms.append(-weight * logsigmoid((reward - shift) * (1 if wanted else -1)))
         for wanted, values in rewards.items():
             averages[wanted].append(sum(values) / len(values))
@@ -65,7 +61,8 @@ def by_hand(folder: Path, *, matched: bool) -> dict[str, Tensor]:
 def test_bco_is_the_loop_by_hand(folder: Path, accumulate: int, matched: bool) -> None:
     module = PlainBCO(
         str(folder / "model"), ref_model=str(folder / "reference"), lr=LR, beta=BETA, shift_decay=DECAY,
-        match_prompts=matched, loading=ModelLoading(attention="eager"),
+        match_prompts=matched, loading=ModelLoading(attention="eager"), desirable_weight=WANTED,
+        undesirable_weight=1.0 if matched else UNWANTED,
     )  # fmt: skip
     steps = Steps()
     run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], precision="64-true")

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from strategies import ranks
 
 from modules import dpo_cases
+from modules.data_runs import folder_of
 from modules.dpo_cases import CASES, FOLLOWING, PlainDPO
 from rlhfkit import DPOModule, PreferenceDataModule
 from rlhfkit.data import PreferenceBatch
@@ -28,11 +29,7 @@ from rlhfkit.models import ModelLoading, PolicyOutput, load_causal_lm
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["dpo"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dpo")
-    dpo_cases.prepare(folder)
-    return folder
+folder = folder_of(dpo_cases.prepare)
 
 
 # ---------------------------------------------------------------------------------------------------- exact training

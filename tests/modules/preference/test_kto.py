@@ -6,20 +6,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from modules import dpo_cases, kto_cases
+from modules.data_runs import folder_of
 from rlhfkit import KTOModule, UnpairedPreferenceDataModule
-from rlhfkit.models import LoRA, ModelLoading
+from rlhfkit.models import ModelLoading
 
 pytestmark = pytest.mark.filterwarnings("ignore:the data has")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kto")
-    kto_cases.prepare(folder)
-    return folder
+folder = folder_of(kto_cases.prepare)
 
 
 def test_training_is_the_loop_by_hand(folder: Path) -> None:
@@ -35,11 +31,7 @@ def test_training_is_the_loop_by_hand(folder: Path) -> None:
 def test_a_reference_kept_on_disk_is_the_one_beside_the_policy(folder: Path, tmp_path: Path) -> None:
     knobs = dpo_cases.computed(tmp_path, model=str(folder / "reference"))
     beside, computed = kto_cases.fit(folder, 2), kto_cases.fit(folder, 2, knobs=knobs)
-    (file,) = tmp_path.iterdir()
-    written = file.stat().st_mtime_ns
-    read = kto_cases.fit(folder, 2, knobs=knobs)
-    assert file.stat().st_mtime_ns == written
-    assert (read.kl, read.losses) == (computed.kl, computed.losses)
+    assert len(list(tmp_path.iterdir())) == 1
     assert computed.kl == pytest.approx(beside.kl, rel=1e-5)
     assert computed.losses == pytest.approx(beside.losses, rel=1e-5)
     for name, tensor in computed.weights.items():
@@ -61,43 +53,19 @@ def test_a_step_costs_the_gradient_pass_and_one_without_gradient(folder: Path, t
     assert not hasattr(module, "reference")
 
 
-ADAPTERS = {"lr": 2e-2, "lora": LoRA(rank=4)}
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"lr": 3e-3}, ADAPTERS],
-    ids=["full", "lora"],
-)
-def test_it_learns_which_answers_are_wanted(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """The optimum is known: every implicit reward has the sign of its label and the loss goes to 0."""
-    model = str(tiny_model(tmp_path / "model"))
-    rows = [
-        {"prompt": f"{i}:", "completion": word, "label": word == "good"} for i in range(16) for word in ("good", "evil")
-    ]
-    data = UnpairedPreferenceDataModule(rows, validation_data=rows, micro_batch_size=8, max_length=16)
-    module = KTOModule(model, beta=0.5, **arguments)
-    run = kto_cases.trainer(tmp_path, max_epochs=6)
-    before = run.validate(module, data, verbose=False)[0]
-    assert before["val/loss"] == pytest.approx(0.5, abs=1e-6)  # policy = reference: every sigmoid is at 0
-    run.fit(module, data)
-    after = run.validate(module, data, verbose=False)[0]
-    assert after["val/loss"] < 0.1
-    assert after["val/rewards/margins"] > 4
-    assert (after["val/count/chosen"], after["val/count/rejected"]) == (16, 16)
-    assert hasattr(module, "reference") == ("lora" not in arguments)  # adapters are their own reference
-    for batch in data.val_dataloader():
-        assert torch.equal(module.predict_step(batch, 0) > 0, batch.desirable)
-
-
-def test_validation_does_not_depend_on_the_micro_batch_size(folder: Path) -> None:
+def test_validation_does_not_depend_on_the_micro_batch_size_and_predictions_are_the_rewards(folder: Path) -> None:
     module = kto_cases.made(folder)
     seen = []
-    for size in (24, 5):
+    for size in (5, 24):
         source = kto_cases.data(folder, size, validation_data=str(folder / "data.jsonl"))
         seen.append(kto_cases.trainer(folder).validate(module, source, verbose=False)[0])
     assert seen[0]["val/kl"] > 0
     assert seen[1] == pytest.approx(seen[0], rel=1e-4)
+    (batch,) = source.val_dataloader()
+    rewards = module.predict_step(batch, 0)
+    for wanted, name in ((True, "chosen"), (False, "rejected")):
+        found = float(rewards[batch.desirable == wanted].mean())
+        assert found == pytest.approx(seen[0][f"val/rewards/{name}"], rel=1e-4)
 
 
 def test_unbalanced_classes_are_warned_of_with_weights_that_fit(recwarn: pytest.WarningsRecorder) -> None:

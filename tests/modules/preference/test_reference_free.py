@@ -10,16 +10,12 @@ import torch
 from plain_sgd import PlainSGD
 
 from modules import dpo_cases
-from rlhfkit import CPOModule, ORPOModule, PreferenceDataModule, PreferenceModule, SimPOModule
+from modules.data_runs import folder_of
+from rlhfkit import CPOModule, ORPOModule, PreferenceModule, SimPOModule
 from rlhfkit.data.formats import collate_preferences
 from rlhfkit.models import ModelLoading
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reference_free")
-    dpo_cases.prepare(folder)
-    return folder
+folder = folder_of(dpo_cases.prepare)
 
 
 def log_odds(mean: float) -> float:
@@ -76,20 +72,3 @@ def test_a_step_has_the_value_of_the_formula(
         losses.append(sum(formula(*pair, mean) for pair in terms) / 24)
     assert steps.losses[0] == pytest.approx(losses[0], rel=1e-5)
     assert losses[1] < steps.losses[1] < losses[0]
-
-
-ROWS = [{"prompt": "x or y? ", "chosen": "x", "rejected": "y"}] * 3
-ROWS += [{"prompt": "x or y? ", "chosen": "y", "rejected": "x"}]
-
-
-def test_orpo_learns_to_write_the_chosen_answer_and_prefers_it(folder: Path, tmp_path: Path) -> None:
-    source = PreferenceDataModule(
-        ROWS[:1], validation_data=ROWS[:1], validation_split="train", micro_batch_size=1, shuffle=False
-    )
-    module = ORPOModule(str(folder / "model"), lr=3e-3)
-    run = dpo_cases.trainer(tmp_path, max_epochs=40, check_val_every_n_epoch=40)
-    run.fit(module, source)
-    assert float(run.callback_metrics["val/nll_loss"]) < 0.1  # of 4.6 nats for a uniform choice
-    assert float(run.callback_metrics["val/log_odds_chosen"]) > 2
-    (predicted,) = run.predict(module, source.val_dataloader())
-    assert float(predicted["logps/chosen"]) > -0.2 > float(predicted["logps/rejected"]) + 2

@@ -7,16 +7,12 @@ import torch
 from strategies import ranks
 
 from modules import scalar_cases
+from modules.data_runs import folder_of
 from modules.scalar_cases import KINDS
 from rlhfkit.models import LoRA
 from rlhfkit.models.lora import has_adapter
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("scalar")
-    scalar_cases.prepare(folder)
-    return folder
+folder = folder_of(scalar_cases.prepare)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,5 @@
-"""SFTModule against a loop written by hand, and where it and DFT end up."""
+"""SFTModule and DFTModule against loops written by hand."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -8,49 +7,40 @@ import lightning as L
 import pytest
 import torch
 from plain_sgd import PlainSGD
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import tiny_tokenizer
+from torch import Tensor
 
-from modules.data_runs import answer_logprob, by_sgd, exact, trainer, write
+from modules.data_runs import answer_logprobs, by_sgd, exact, folder_of, texts, trainer
 from rlhfkit import DFTModule, DPOModule, Optimization, PreferenceDataModule, SFTDataModule, SFTModule
 from rlhfkit.modules.parts.fine_tuning import TokenMetrics
 
-
-class PlainSFT(PlainSGD, SFTModule):
-    """SFT with SGD."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sft")
-    tiny_model(folder / "model")
-    rows = [{"prompt": f"{i}+{i}=", "completion": "x" * (i % 5 + 1) + str(2 * i)} for i in range(24)]
-    write(folder / "data.jsonl", rows)
-    return folder
+folder = folder_of(texts)
 
 
 def data(folder: Path, size: int, **arguments: Any) -> SFTDataModule:
     return SFTDataModule(str(folder / "data.jsonl"), micro_batch_size=size, max_length=64, **arguments)
 
 
-@pytest.fixture(scope="module")
-def hand(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+def by_hand(folder: Path, *, dynamic: bool = False) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of two epochs of full-batch SGD on the mean over completion tokens, one text at a time."""
     source, model = data(folder, 24, tokenizer=tiny_tokenizer()), exact(folder / "model")
     source.setup()
 
-    def loss_of(rows: list[Any]) -> torch.Tensor:
-        return -sum(answer_logprob(model, row) for row in rows) / sum(sum(row.loss_mask[1:]) for row in rows)
+    def loss_of(rows: list[Any]) -> Tensor:
+        logprobs = torch.cat([answer_logprobs(model, row) for row in rows])
+        return -(logprobs * logprobs.exp().detach() if dynamic else logprobs).mean()
 
     return by_sgd(model, source.examples, loss_of, size=24, lr=0.1), model.state_dict()
 
 
-def test_training_is_the_loop_by_hand(folder: Path, hand: tuple[list[float], dict[str, torch.Tensor]]) -> None:
-    losses, expected = hand
-    module = PlainSFT(str(folder / "model"), lr=0.1)
+@pytest.mark.parametrize("kind", [SFTModule, DFTModule])
+def test_training_is_the_loop_by_hand(folder: Path, kind: type[SFTModule]) -> None:
+    losses, expected = by_hand(folder, dynamic=kind is DFTModule)
+    module = type("Plain", (PlainSGD, kind), {})(str(folder / "model"), lr=0.1)
     run = trainer(folder, accumulate_grad_batches=3)
     run.fit(module, data(folder, 8))
     assert run.global_step == 2
-    assert losses[1] < losses[0]
+    assert losses[1] != losses[0]
     for name, tensor in module.policy.state_dict().items():
         torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-4, atol=2e-6)
 
@@ -79,7 +69,7 @@ def test_learning_rate_warms_up_and_decays_per_update(folder: Path) -> None:
     assert seen == pytest.approx(expected)
 
 
-def test_prediction_gives_the_log_probs_of_each_completion(folder: Path, hand: tuple[list[float], Any]) -> None:
+def test_prediction_gives_the_log_probs_of_each_completion(folder: Path) -> None:
     source = data(folder, 24, validation_data=str(folder / "data.jsonl"), validation_split="train")
     module = SFTModule(str(folder / "model"))
     trainer(folder).validate(module, source, verbose=False)
@@ -87,7 +77,7 @@ def test_prediction_gives_the_log_probs_of_each_completion(folder: Path, hand: t
     rows = [row for batch in batches for row in module.predict_step(batch, 0)]
     together = torch.cat(rows)
     assert len(rows) == 24
-    assert float(-together.mean()) == pytest.approx(hand[0][0], rel=1e-5)
+    assert float(-together.mean()) == pytest.approx(by_hand(folder)[0][0], rel=1e-5)
 
 
 def test_rejected_answers_are_not_imitated_and_other_mistaken_data_is_refused(folder: Path) -> None:
@@ -127,38 +117,3 @@ def test_token_accuracy_and_entropy_are_those_of_dense_logits(folder: Path) -> N
     for name, tensor in weights[False].items():
         # In one pass the gradients are summed in other tiles where the entropy is computed too.
         torch.testing.assert_close(tensor, weights[True][name], rtol=1e-5, atol=1e-6)
-
-
-SHARE = 0.75
-ENTROPY = -(SHARE * math.log(SHARE) + (1 - SHARE) * math.log(1 - SHARE))
-
-
-def learned(folder: Path, kind: type[SFTModule]) -> tuple[dict[str, float], float]:
-    """Validation metrics, and the probability of the answer that three of four rows give to each of four prompts."""
-    rows = [
-        {"prompt": prompt, "completion": "x" if i < 3 else "y"} for prompt in ("a", "b", "c", "d") for i in range(4)
-    ]
-    module = kind(str(folder / "model"), lr=1e-2)
-    data = SFTDataModule(rows, validation_data=rows, micro_batch_size=16)
-    run = trainer(folder, max_epochs=60)
-    run.fit(module, data)
-    metrics = run.validate(module, data, verbose=False)[0]
-    ids = torch.tensor([module.tokenizer("a")["input_ids"]])
-    probabilities = module.policy(input_ids=ids).logits[0, -1].softmax(-1)
-    return metrics, float(probabilities[module.tokenizer("x")["input_ids"][0]])
-
-
-def test_cross_entropy_learns_the_distribution(folder: Path) -> None:
-    """The optimum is the entropy of the answers: an answer of 0.56 nats and a certain end, over two tokens."""
-    metrics, probability = learned(folder, SFTModule)
-    assert ENTROPY / 2 - 1e-4 < metrics["val/loss"] < ENTROPY / 2 + 5e-3
-    assert metrics["val/perplexity"] == pytest.approx(math.exp(metrics["val/loss"]), rel=1e-5)
-    assert probability == pytest.approx(SHARE, abs=0.05)
-
-
-@pytest.mark.long
-def test_dynamic_fine_tuning_learns_the_likeliest_answer(folder: Path) -> None:
-    """Its gradient is that of the mean probability of the answers, which is largest where the likeliest has all."""
-    metrics, probability = learned(folder, DFTModule)
-    assert probability > 0.95
-    assert metrics["val/perplexity"] > math.exp(ENTROPY / 2) + 0.05  # of the data, which it no longer follows

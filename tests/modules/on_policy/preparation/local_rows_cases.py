@@ -307,7 +307,6 @@ def gathers(module: GRPOModule, rank: int) -> dict[str, Any]:
         reward_parts=own.reward_parts if rank == 2 else {"a": own.reward_parts["a"]},
     )
     missing = module.ranks.gather_experience(partly)
-    assert missing.token_rewards is not None
     absent = [share(whole, 0, other).own_rows for other in (0, 1)]
     return {
         "equal": {

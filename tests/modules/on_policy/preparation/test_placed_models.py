@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from plain_sgd import PlainSGD
-from rl_runs import PlainGRPO, ahead, digits, setup_run, weights
+from rl_runs import PlainGRPO, ahead, digits, fit_run, setup_run, weights
 from tiny_models import tiny_model
 from torch import Tensor
 
@@ -91,10 +91,8 @@ def test_each_group_is_asked_about_when_it_is_finished_and_the_numbers_are_the_c
             ),
         )
         arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "parts": [Reference(elsewhere)]}
-        trainer, module, data, _ = setup_run(tmp_path, module=PlainGRPO, module_arguments=arguments, rollouts=rollouts)
-        trainer.fit(module, datamodule=data)
+        trainer, module, _ = fit_run(tmp_path, module=PlainGRPO, module_arguments=arguments, rollouts=rollouts)
         found.append(weights(module))
-    assert elsewhere is not None
     assert set(elsewhere.sizes) == {4}  # a group each time, and nothing was asked for again
     assert len(elsewhere.sizes) >= 2 * 8
     for name, value in found[0].items():
@@ -125,16 +123,14 @@ def test_samples_of_another_model_are_asked_about_too(tmp_path: Path) -> None:
         rollouts = RolloutCallback(
             PairwiseReward(first_token), group=group, sampling=SamplingSpec(group_size=2, max_new_tokens=6)
         )
-        trainer, module, data, _ = setup_run(
+        _, module, _ = fit_run(
             tmp_path,
             module=PlainPairs,
             module_arguments={"lr": 0.05, "beta": 0.4, "parts": [Reference(elsewhere)]},
             rollouts=rollouts,
             max_epochs=1,
         )
-        trainer.fit(module, datamodule=data)
         found.append(weights(module))
-    assert elsewhere is not None
     assert sum(elsewhere.sizes) == 2 * 8  # all of them early
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)
@@ -189,16 +185,14 @@ def test_a_teacher_elsewhere_gives_the_numbers_of_the_child(tmp_path: Path, knob
             sampling=SamplingSpec(group_size=4, max_new_tokens=8, temperature=0.7),
             parts=[DynamicSampling(by=lambda sample: float(sum(sample.token_ids.tolist())))],
         )
-        trainer, module, data, _ = setup_run(
+        _, module, _ = fit_run(
             tmp_path,
             module=PlainDistillation,
             module_arguments={"lr": 0.05, "teacher": elsewhere or teacher} | knobs,
             rollouts=rollouts,
             max_epochs=1,
         )
-        trainer.fit(module, datamodule=data)
         found.append(weights(module))
-    assert elsewhere is not None
     assert set(elsewhere.sizes) == {4}
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)
