@@ -153,6 +153,7 @@ EXAMPLES: dict[str, Change | Unseen] = {
     "input_ids": Change("i2", given=TOKENS),
     "labels": Change("y2", given=TOKENS | {"labels": "y1"}),
     "loss_mask": Change("w2", given=TOKENS | {"loss_mask": "w1"}),
+    "numbers": Change(("d1",)),
     "validation_data": Change("@other.jsonl", given={"validation_split": "train"}),
     "split": Change("train[:50%]"),
     "validation_split": Change("train[:50%]", given=VALIDATED),

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import Aggregation, LossOutput, mean_metric, ppo_loss, weighted_metric
+from rlhfkit.losses import Aggregation, LossOutput, mean_metric, weighted_metric
 from rlhfkit.losses.aggregation import check_loss_output
 from rlhfkit.models import LoRA, ModelLoading, PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
@@ -71,7 +71,7 @@ class OnPolicyModule(PolicyModule):
         *,
         lr: float = 1e-6,
         advantages: GivenFunction | None = None,
-        policy_loss: GivenFunction = ppo_loss,
+        policy_loss: GivenFunction = "ppo_loss",
         policy_loss_arguments: Mapping[str, Any] | None = None,
         clip_low: float | None = None,
         clip_high: float | None = None,

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from rlhfkit.losses import Aggregation, dapo_loss
+from rlhfkit.losses import Aggregation
 from rlhfkit.losses.distillation import Divergence
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
@@ -76,7 +76,7 @@ class OnPolicyDistillationModule(OnPolicyModule):
         reward_coef: float = 0.0,
         kl_coef: float = 0.0,
         advantages: GivenFunction | None = None,
-        policy_loss: GivenFunction = dapo_loss,
+        policy_loss: GivenFunction = "dapo_loss",
         policy_loss_arguments: Mapping[str, Any] | None = None,
         clip_low: float | None = None,
         clip_high: float | None = None,

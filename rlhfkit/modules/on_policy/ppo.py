@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhfkit.losses import Aggregation, ppo_loss
+from rlhfkit.losses import Aggregation
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.optim import Optimization
@@ -76,7 +76,7 @@ class PPOModule(OnPolicyModule):
         clip_high: float | None = None,
         whiten_advantages: bool = True,
         advantages: GivenFunction | None = None,
-        policy_loss: GivenFunction = ppo_loss,
+        policy_loss: GivenFunction = "ppo_loss",
         policy_loss_arguments: Mapping[str, Any] | None = None,
         aggregation: Aggregation | None = None,
         optimization: Optimization | None = None,
