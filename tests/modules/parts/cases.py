@@ -66,6 +66,7 @@ from .credit_cases import (
 )
 from .filter_cases import (
     mismatch_formula,
+    off_policy_formula,
     top_entropy_formula,
 )
 from .kl_control_cases import (
@@ -321,7 +322,7 @@ CASES: dict[str, Case] = {
     "ClipRewards": Case(lambda: ClipRewards(0.1), clip_formula, UNSCALED),
     "MaskTruncated": Case(MaskTruncated, mask_formula, sampling=ENDS),
     "TopEntropy": Case(lambda: TopEntropy(0.5), top_entropy_formula, metrics=("policy/kept_fraction",)),
-    "OffPolicyMask": Case(lambda: OffPolicyMask(1e-4), "test_token_filter.py", metrics=("policy/kept_fraction",)),
+    "OffPolicyMask": Case(lambda: OffPolicyMask(1e-4), off_policy_formula, metrics=("policy/kept_fraction",)),
     "Rejection": Case(
         lambda: Rejection("token", divergence="k2", high=0.01),
         "test_token_filter.py",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhfkit.modules.parts.correction import EngineMismatch
-from rlhfkit.modules.parts.token_filters import TopEntropy
+from rlhfkit.modules.parts.token_filters import OffPolicyMask, TopEntropy
 
 
 def inputs() -> Any:
@@ -41,6 +41,16 @@ def top_entropy_formula(folder: Path) -> None:
     expected = entropy[batch.action_mask] >= values[int(0.5 * 7 + 1e-4)]
     assert torch.equal(kept[batch.action_mask], expected.float())
     torch.testing.assert_close(metrics["policy/kept_fraction"], expected.float().mean())
+
+
+def off_policy_formula(folder: Path) -> None:
+    """An answer of negative advantage goes where the engine's log-probs are above the policy's on average."""
+    batch, out, old = inputs()
+    batch.rollout_logprobs = out.logprobs.detach() + 0.1
+    for threshold in (0.11, 0.09):
+        kept, _ = weights(OffPolicyMask(threshold), batch, out, old)
+        assert bool((kept[0] == 1).all())  # its advantage is positive
+        assert bool((kept[1][batch.action_mask[1]] == float(threshold > 0.1)).all())
 
 
 def mismatch_formula(folder: Path) -> None:
