@@ -4,7 +4,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -208,6 +208,7 @@ class ModelLoading(metaclass=AnswersNames):
 
     Raises:
         ValueError: If a value is none of those above, or ``offload_activations`` is given alone.
+        TypeError: If what is True or False is neither.
     """
 
     attention: str | None = None
@@ -221,6 +222,9 @@ class ModelLoading(metaclass=AnswersNames):
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self) if field.type is bool):
+            if not isinstance(getattr(self, name), bool):  # a text such as "false" would count as True
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         check_attention(self.attention)
         check_integer("max_tokens_per_forward", self.max_tokens_per_forward, minimum=1)
         if self.offload_activations and not self.gradient_checkpointing:
@@ -229,8 +233,6 @@ class ModelLoading(metaclass=AnswersNames):
             raise ValueError(f"quantization must be 'nf4' (4 bits) or None, got {self.quantization!r}")
         if not isinstance(self.tiled_mlp, bool):
             check_integer("tiled_mlp", self.tiled_mlp, minimum=1, why="it is the number of tokens in a tile")
-        if not isinstance(self.liger_kernels, bool):
-            raise TypeError(f"liger_kernels must be True or False, got {self.liger_kernels!r}")
 
     @classmethod
     def of(cls, value: Self | Mapping[str, Any] | None) -> Self:

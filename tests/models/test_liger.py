@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from rlhfkit import PPOModule, SFTModule
+from rlhfkit import PPOModule
 from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model
 from rlhfkit.models.load import require_liger_family
 
@@ -45,11 +45,6 @@ def test_policy_and_critic_are_loaded_with_what_the_module_says(
         with pytest.raises(ImportError, match="refused"):
             build()
     assert asked == ["llama", "llama"]
-
-
-def test_a_value_that_is_no_switch_is_refused() -> None:
-    with pytest.raises(TypeError, match="liger_kernels must be True or False, got 'rope'"):
-        SFTModule("model", loading=ModelLoading(liger_kernels="rope"))
 
 
 PROGRAM = """

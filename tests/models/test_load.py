@@ -1,5 +1,6 @@
-"""Names of attention, and weights in 4 bits."""
+"""Options of loading: names of attention, switches, and weights in 4 bits."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,10 @@ def test_a_forward_pass_in_eval_mode_changes_neither_weights_nor_training(tmp_pa
     torch.testing.assert_close(*logprobs, rtol=0, atol=0)
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
     torch.testing.assert_close(*merged, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(ModelLoading) if each.default is False])
+def test_a_text_is_no_switch_of_loading(name: str) -> None:
+    """Not even "false", which would count as true: ``trust_remote_code`` runs code."""
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be .*, got 'false'"):
+        ModelLoading(**{name: "false"})
