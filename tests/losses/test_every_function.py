@@ -115,10 +115,11 @@ FLOATS = [
 
 
 @pytest.mark.parametrize(("name", "knob"), FLOATS)
-def test_a_knob_that_is_nan_is_refused(name: str, knob: str) -> None:
+def test_a_knob_that_is_nan_or_negative_is_refused(name: str, knob: str) -> None:
     """NaN passes checks of the form ``x <= 0`` and makes every gradient NaN."""
-    with pytest.raises(ValueError, match="nan"):
-        FUNCTIONS[name](**arguments_of(name) | {knob: ("token", math.nan, 2.0) if knob == "reject" else math.nan})
+    for number in (math.nan, -1.0) if knob != "covariance_low" else (math.nan,):
+        with pytest.raises(ValueError, match=str(number)):
+            FUNCTIONS[name](**arguments_of(name) | {knob: ("token", number, 2.0) if knob == "reject" else number})
 
 
 CHOICES = [
@@ -142,11 +143,8 @@ def test_a_choice_that_is_none_is_refused_with_what_there_is(name: str, knob: st
 ZEROS = torch.zeros
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gae", {"gamma": 1.5}, "gamma"),
-    ("gae", {"lam": -0.1}, "lam"),
     ("gae", {"lam": ZEROS(3)}, r"lam must be a number or \(4,\)"),
     ("gae", {"last_values": ZEROS(4, 1)}, r"last_values must be \(4,\)"),
-    ("discounted_returns", {"gamma": 2.0}, "gamma"),
-    ("length_adaptive_lambda", {"alpha": 0.0}, "alpha"),
     ("token_rewards", {"rewards": ZEROS(4, 1)}, r"rewards must be \(4,\)"),
     ("token_rewards", {"penalty": ZEROS(4, 4)}, "same shape"),
     *(
@@ -154,110 +152,70 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for name in NAMES
         if name.endswith("_advantages") and "group" in arguments_of(name)
     ),
-    ("group_advantages", {"eps": -1.0}, "eps"),
     ("group_advantages", {"rewards": ZEROS(4, 1), "group": ZEROS(4, 1).long()}, r"\(B"),
     ("pass_at_k_advantages", {"k": 0}, "k must be at least 1"),
     ("gdpo_advantages", {"weights": [1.0]}, "weights must be 2 numbers"),
     # KL and importance weights
     ("kl_loss", {"coef": -0.1}, "coef"),
-    ("kl_estimate", {"clamp": 0.0}, "positive"),
     ("kl_estimate", {"importance_weight": ZEROS(4, 1)}, "same shape"),
-    ("kl_estimate", {"mask": ZEROS(4)}, "same shape"),
     ("importance_weights", {"mode": "truncate", "low": 0.5}, "needs high and no low"),
-    ("importance_weights", {"mode": "truncate", "high": None}, "needs high and no low"),
     ("importance_weights", {"mode": "mask", "high": None}, "needs low, high or both"),
     ("importance_weights", {"mode": "clip", "low": 3.0, "high": 2.0}, "0 <= low < high"),
     ("importance_weights", {"reject": ("geometric", None, None)}, "reject needs low, high or both"),
-    ("importance_weights", {"reject": ("answer", None, 2.0)}, "the level of reject must be one of token"),
-    ("importance_weights", {"log_ratio_clamp": 0.0}, "log_ratio_clamp"),
-    ("rejection_mask", {"level": "token", "divergence": "kl", "high": 1.0}, "k1, k2, k3"),
-    (
-        "rejection_mask",
-        {"level": "token", "divergence": "k3", "low": 0.5, "high": 1.0},
-        "low belongs to divergence 'k1'",
-    ),
+    ("rejection_mask", {"level": "token", "low": 0.5, "high": 1.0}, "low belongs to divergence 'k1'"),
     ("rejection_mask", {"level": "token", "divergence": "k1", "low": 2.0, "high": 1.0}, "low <= high"),
-    ("rejection_mask", {"level": "token", "high": 0.0}, "0 < low <= high"),
-    ("off_policy_sequence_mask", {"advantages": ZEROS(3)}, "one value per sequence"),
     ("log_linear_proximal_logprobs", {"version": 3, "proximal_version": 4}, "ahead"),
     # policy losses
     ("ppo_loss", {"clip_low": 1.1}, r"clip_low must lie in \[0, 1\]"),
-    ("ppo_loss", {"clip_high": -0.1}, "clip_high"),
     ("ppo_loss", {"dual_clip": 1.0}, "dual_clip must be larger than 1"),
     ("ppo_loss", {"delta": 1.1}, "delta must be at least"),
-    ("ppo_loss", {"log_ratio_clamp": 0.0}, "log_ratio_clamp"),
     ("ppo_loss", {"weights": ZEROS(3)}, "weights must be one value per sequence"),
-    ("ppo_loss", {"max_length": 5}, "constant-length"),
-    ("ppo_loss", {"aggregation": "constant-length"}, "constant-length"),
     ("cispo_loss", {"ratio_min": 2.0, "ratio_max": 1.0}, "ratio_min < ratio_max"),
-    ("cispo_loss", {"ratio_min": -1.0}, "0 <= ratio_min"),
-    ("sapo_loss", {"temperature_positive": 0.0}, "positive"),
-    ("gspo_loss", {"clip_low": 2.0}, "clip_low"),
-    ("gspo_token_loss", {"clip_high": -1.0}, "clip_high"),
     ("gmpo_loss", {"clip_low": -0.4}, "nats"),
-    ("vespo_loss", {"k_negative": -1.0}, "must not be negative"),
     ("vespo_loss", {"weights": ZEROS(4, 3)}, "weights must be one value per sequence"),
     ("dppo_loss", {"mask_low": 1.5}, "probabilities"),
-    ("dppo_loss", {"log_ratio_coef": -1.0}, "log_ratio_coef"),
-    ("clip_cov_loss", {"fraction": 0.0}, "fraction"),
     ("clip_cov_loss", {"covariance_low": 5.0}, "covariance_low < covariance_high"),
     ("clip_cov_loss", {"priority": ZEROS(4)}, "priority"),
-    ("kl_cov_loss", {"fraction": 2.0}, "fraction"),
-    ("kl_cov_loss", {"kl_coef": -1.0}, "kl_coef"),
     ("top_entropy_mask", {"fraction": 0.0}, "fraction"),
-    ("value_loss", {"clip": 0.0}, "clip must be positive"),
-    ("aggregate", {"mode": "mean"}, "mode must be one of token-mean"),
     ("aggregate", {"max_length": 3}, r"'constant-length' .* got mode 'token-mean' and max_length 3"),
-    ("aggregate", {"mode": "constant-length"}, "got mode 'constant-length' and max_length None"),
     ("aggregate", {"mode": "constant-length", "max_length": 0}, "max_length must be positive"),
     ("aggregate", {"denominator": 0}, "denominator must be positive"),
     # pairs, unpaired answers and scores
-    ("dpo_loss", {"beta": 0.0}, "beta must be positive"),
-    ("dpo_loss", {"loss_type": "dpo"}, "loss_type must be a function or one of"),
     ("dpo_loss", {"loss_type": {}}, "at least one loss"),
-    ("dpo_loss", {"label_smoothing": 0.5}, "label_smoothing must lie"),
     ("dpo_loss", {"label_smoothing": 0.1, "loss_type": "hinge"}, "no effect"),
     ("dpo_loss", {"loss_type": "exo_pair"}, "label_smoothing > 0"),
     ("dpo_loss", {"loss_type": "ipo"}, "chosen_lengths and rejected_lengths"),
     ("dpo_loss", {"loss_type": "sft"}, "mean_chosen_length"),
     ("dpo_loss", {"loss_type": "sft", "denominator": 4, "chosen_lengths": torch.ones(4)}, "mean_chosen_length"),
     ("dpo_loss", {"nll_coef": 1.0}, "give chosen_lengths"),
-    ("dpo_loss", {"divergence": "tv"}, "divergence must be a function or one of"),
     ("dpo_loss", {"divergence": "js", "loss_type": "apo_zero"}, "'reverse_kl' only"),
     ("dpo_loss", {"weights": ZEROS(4), "loss_type": "aot"}, "sort the batch"),
-    ("dpo_loss", {"mask": ZEROS(4), "loss_type": "aot_unpaired"}, "sort the batch"),
     ("dpo_loss", {"weights": ZEROS(2)}, "same shape"),
     ("dpo_loss", {"reference_free": True}, "ref_chosen and ref_rejected"),
     ("dpo_loss", {"ref_chosen": None, "ref_rejected": None}, "reference_free=True"),
     ("dpo_loss", dict.fromkeys(("chosen", "rejected", "ref_chosen", "ref_rejected"), ZEROS(4, 5)), "sequence_logprobs"),
-    ("length_desensitized_logprobs", {"alpha": 1.5}, "alpha must lie"),
-    ("simpo_loss", {"beta": 0.0}, "beta must be positive"),
-    ("simpo_loss", {"gamma": -1.0}, "gamma must not be negative"),
-    ("simpo_loss", {"label_smoothing": 0.5}, "label_smoothing must lie"),
     ("cpo_loss", {"loss_type": "ipo", "label_smoothing": 0.1}, "no effect"),
     ("cpo_loss", {"denominator": 8}, "mean_chosen_length"),
-    ("orpo_loss", {"denominator": 8}, "mean_chosen_length"),
     ("orpo_loss", {"mask": ZEROS(2)}, "same shape"),
     ("kto_loss", {"kl": None}, "kl is needed"),
     ("kto_loss", {"loss_type": "apo_zero_unpaired"}, "has no meaning"),
-    ("kto_loss", {"beta": -0.1}, "beta must be positive"),
-    ("kto_loss", {"desirable_weight": -1.0}, "weights must not be negative"),
     ("kto_loss", {"mask": ZEROS(3)}, "same shape"),
-    ("kto_loss", dict.fromkeys(("logprobs", "ref_logprobs", "desirable"), ZEROS(4, 5)), "sequence_logprobs"),
+    ("kto_loss", {"kl": ZEROS(4)}, r"kl must be one number for all answers, got \(4,\)"),
+    ("bco_loss", {"shift": ZEROS(4)}, "shift must be one number for all answers"),
     ("kto_kl_estimate", {"sums": ZEROS(3)}, r"sums must be \(2,\)"),
     ("density_ratio_weights", {"desirable": torch.ones(4)}, "one class only"),
-    ("bradley_terry_loss", {"centering": -1.0}, "centering must not be negative"),
-    ("bradley_terry_loss", {"label_smoothing": 0.5}, "label_smoothing must lie"),
     ("bradley_terry_loss", {"margin": ZEROS(2)}, "same shape"),
     ("bradley_terry_loss", {"mask": ZEROS(2)}, "same shape"),
     ("bradley_terry_loss", {"chosen": ZEROS(4, 1), "rejected": ZEROS(4, 1)}, "squeeze"),
     ("process_reward_loss", {"logits": ZEROS(4, 5, 5), "labels": ZEROS(4, 5)}, "class 0 of 2"),
+    # what is of another type
+    ("grpo_loss", {"beta": 0.1}, "^grpo_loss has no beta; it has logprobs, .* clip_low"),
+    ("group_advantages", {"rewards": [1.0, 0.0]}, "rewards must be a tensor, got list"),
+    ("dpo_loss", {"loss_type": ["sigmoid", "sft"]}, "a mapping to their weights"),
+    # -1 would count as desirable
+    ("kto_loss", {"desirable": torch.tensor([1, -1, 1, 1])}, "desirable must be a bool tensor, got torch.int64"),
     # teachers and the output layer
-    ("distillation_loss", {"temperature": 0.0}, "temperature must be positive"),
     ("distillation_loss", {"top_k": 0}, "top_k must lie"),
-    ("distillation_loss", {"top_k": 8}, "top_k must lie"),
-    ("distillation_loss", {"remainder": "drop"}, "remainder must be"),
-    ("distillation_loss", {"teacher": ZEROS(4, 5, 6)}, "share one vocabulary"),
     ("distillation_loss", {"teacher_ids": ZEROS(4, 5, 3).long()}, "same shape"),
     (
         "distillation_loss",
@@ -270,9 +228,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("linear_logprobs", {"targets": torch.full((20,), -100)}, "from -100 to -100; give ignored positions"),
     ("linear_logprobs", {"bias": ZEROS(5)}, r"bias must have shape \(7,\), got \(5,\)"),
     ("linear_logprobs", {"weight": ZEROS(7, 3).long()}, "floating point"),
-    ("linear_logprobs", {"temperature": 0.0}, "temperature must be a finite number above 0, got 0.0"),
-    ("linear_logprobs", {"logit_scale": -1.0}, "logit_scale must be"),
-    ("linear_logprobs", {"logit_softcap": 0.0}, "logit_softcap must be"),
     ("linear_logprobs", {"chunk": 0}, "chunk is a number of vocabulary entries"),
     ("logits_logprobs", {"targets": torch.full((20,), 7)}, r"lie in \[0, 7\)"),
     ("logits_logprobs", {"logits": ZEROS(20, 7).long()}, "floating point"),
@@ -281,7 +236,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "change", "message"), REFUSED)
 def test_what_cannot_be_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         FUNCTIONS[name](**arguments_of(name) | change)
 
 

@@ -93,15 +93,6 @@ def test_verl_golden_off_policy_metrics():
     measured = mismatch_metrics(*PAIR)
     for name, expected in VERL["offpolicy_metrics"].items():
         assert measured[f"rollout_corr/{name}"].item() == pytest.approx(expected, rel=1e-7)
-    assert set(VERL) == {
-        "is|token|thr2|bn0",
-        "is|sequence|thr2|bn0",
-        "rs|token_k1|0.8_1.25",
-        "rs|token_k3|0.02",
-        "rs|seq_mean_k1|0.95_1.05",
-        "rs|seq_max_k3|0.1",
-        "offpolicy_metrics",
-    }
 
 
 RATIOS = torch.tensor([[0.25, 1.0, 4.0, 1.0]])  # product 1, geometric mean 1
@@ -133,30 +124,6 @@ def test_level_and_mode_by_hand(ratios, knobs, expected):
     assert got.metrics["rollout_corr/masked_fraction"].item() == sum(weight == 0 for weight in expected) / 4
 
 
-@pytest.mark.parametrize("name", CORRECTION_PRESETS)
-def test_presets_leave_an_engine_that_agrees_alone(name):
-    batch = policy_batch()
-    got = importance_weights(batch.logprobs, batch.logprobs, batch.mask, **CORRECTION_PRESETS[name])
-    assert (got.weights == 1.0).all()
-    assert got.keep.all()
-    assert got.metrics["rollout_corr/eff_sample_size"].item() == pytest.approx(1.0)
-    assert got.metrics["rollout_corr/masked_fraction"].item() == 0.0
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_unbounded_weights_are_unbiased_by_enumeration(level):
-    generator = torch.Generator().manual_seed(0)
-    # All answers of two tokens over a vocabulary of three: expectation of any reward under the trainer's policy.
-    trainer, engine = torch.randn(2, 2, 3, generator=generator, dtype=torch.float64).log_softmax(-1)
-    answers = torch.cartesian_prod(torch.arange(3), torch.arange(3))
-    chosen = [policy[torch.arange(2), answers] for policy in (trainer, engine)]
-    reward = torch.randn(9, generator=generator, dtype=torch.float64)
-    correction = importance_weights(*chosen, torch.ones(9, 2), level=level, mode="none", high=None)
-    weight = correction.weights.prod(-1) if level == "token" else correction.weights[:, 0]
-    got = (chosen[1].sum(-1).exp() * weight * reward).sum()
-    torch.testing.assert_close(got, (chosen[0].sum(-1).exp() * reward).sum())
-
-
 def test_normalised_weights_have_mean_one_over_the_tokens_and_keep_their_proportions():
     mask = torch.tensor([[1, 1, 1, 0]])
     ratios = torch.tensor([[1.0, 2.0, 6.0, 100.0]])
@@ -179,11 +146,8 @@ def test_masked_entries_padding_and_order_do_not_matter(seed, name):
     got = importance_weights(*padded, mask, **CORRECTION_PRESETS[name])
     torch.testing.assert_close(got.weights[:, :7], expected.weights[order])
     assert (got.weights[~mask] == 1.0).all()
-    for metric, value in expected.metrics.items():
-        torch.testing.assert_close(got.metrics[metric], value)
-    clean, poisoned = mismatch_metrics(*pair, batch.mask), mismatch_metrics(*padded, mask)
-    for metric, value in clean.items():
-        torch.testing.assert_close(poisoned[metric], value)
+    torch.testing.assert_close(dict(got.metrics), dict(expected.metrics))
+    torch.testing.assert_close(mismatch_metrics(*padded, mask), mismatch_metrics(*pair, batch.mask))
 
 
 def test_weights_are_detached_and_extremes_stay_finite():
@@ -191,15 +155,9 @@ def test_weights_are_detached_and_extremes_stay_finite():
     got = importance_weights(logprobs, torch.tensor([[-1e4, 0.0]]), torch.ones(1, 2), mode="none", high=None)
     assert not got.weights.requires_grad
     assert got.weights[0].tolist() == pytest.approx([math.exp(20), math.exp(-20)])
-    assert all(
-        value.isfinite() for value in mismatch_metrics(logprobs, logprobs.detach() - 1e4, torch.ones(1, 2)).values()
-    )
-
-
-def test_nothing_selected_gives_finite_metrics():
-    zeros = torch.zeros(2, 3)
-    correction = importance_weights(zeros, zeros, zeros)
-    for metrics in (correction.metrics, mismatch_metrics(zeros, zeros, zeros)):
+    zeros = torch.zeros(2, 3)  # nothing selected
+    nothing = importance_weights(zeros, zeros, zeros).metrics, mismatch_metrics(zeros, zeros, zeros)
+    for metrics in (mismatch_metrics(logprobs, logprobs.detach() - 1e4, torch.ones(1, 2)), *nothing):
         assert all(value.isfinite() for value in metrics.values())
 
 
@@ -219,19 +177,6 @@ def test_rejection_statistics_by_hand():
     five = torch.zeros(1, 5), torch.ones(1, 5)
     got = rejection_mask(ratio.log(), *five, level="token", divergence="k1", low=0.8, high=1.4)
     assert got.tolist() == [[False, True, True, True, False]]
-
-
-def test_trl_golden_off_policy_mask():
-    helper, inputs = TRL["helpers"]["off_policy_mask"], tensors(TRL["grpo_loss"]["inputs"])
-    got = off_policy_sequence_mask(
-        inputs["advantages"],
-        inputs["per_token_logps"],
-        inputs["sampling_per_token_logps"],
-        inputs["completion_mask"],
-        threshold=helper["threshold"],
-    )
-    expected = torch.tensor(helper["out"], dtype=torch.bool).expand(6, 8)
-    assert torch.equal(got, expected)
 
 
 def test_off_policy_mask_ignores_what_is_masked_and_judges_tokens_by_their_own_advantage():

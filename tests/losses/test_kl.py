@@ -7,10 +7,8 @@ from rlhfkit.losses import kl_estimate
 
 from .policy_cases import FIELD, OPENRLHF, gradient, tensors
 
-ESTIMATORS = ("k1", "k2", "k3")
 
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_openrlhf_golden_values(estimator):
     inputs = tensors(OPENRLHF["inputs"])
     expected = torch.tensor(OPENRLHF["kl"][estimator], dtype=torch.float64)
@@ -21,21 +19,11 @@ def test_openrlhf_golden_values(estimator):
 def test_slime_golden_values():
     inputs, slime = tensors(FIELD["inputs"]), tensors(FIELD["slime"])
     new, old = inputs["new"].float(), inputs["old"].float()
-    ratio = torch.exp(new - inputs["rollout"].float())
     torch.testing.assert_close(kl_estimate(new, old, estimator="k1"), slime["kl_k1"].float())
     # slime computes e^x - 1 in float32, which loses what expm1 keeps where the two are close.
     torch.testing.assert_close(kl_estimate(new, old), slime["kl_k3"].float(), atol=2e-7, rtol=1e-5)
     weighted = kl_estimate(new, old, importance_weight=torch.exp(new - inputs["rollout"].float()))
-    assert ratio.shape == weighted.shape
     torch.testing.assert_close(weighted, slime["kl_k3_unbiased_IS"].float(), atol=2e-7, rtol=1e-5)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_expectation_over_the_vocabulary_is_the_kl_divergence(estimator):
-    policy, reference = torch.randn(2, 1, 9, dtype=torch.float64).log_softmax(-1)
-    expected = (policy.exp() * (policy - reference)).sum()
-    got = (policy.exp() * kl_estimate(policy, reference, estimator=estimator)).sum()
-    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize(

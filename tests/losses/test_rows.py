@@ -1,4 +1,4 @@
-"""What must hold for every loss but policy losses (``policy/test_properties.py``): gradients, splits, order, masks."""
+"""What must hold for every loss: gradients, splits, order, masks."""
 
 import functools
 import inspect
@@ -13,11 +13,16 @@ from rlhfkit import losses
 from rlhfkit.losses import LossOutput
 from rlhfkit.losses.preference.dpo import PAIR_LOSSES
 
+from .policy_cases import AGGREGATION
+from .policy_cases import LOSSES as POLICY_LOSSES
+
 ROWS, TOKENS, VOCABULARY = 6, 5, 7
 PAIRS = {name: {"loss_type": name} for name in sorted(PAIR_LOSSES)}
 PAIRS |= {name: PAIRS[name] | {"label_smoothing": 0.1} for name in ("exo_pair", "robust")}
-SORTED = {"dpo aot", "dpo aot_unpaired"}
-"""They sort the batch, so that its parts are other losses; see ``preference/test_dpo.py``."""
+BY_BATCH = {"dpo aot", "dpo aot_unpaired", "policy bnpo", "policy clip_cov", "policy kl_cov"}
+"""They sort the batch or count it, so that its parts are other losses."""
+DETACHED = {"dft_loss", "policy cispo", "policy vespo", "policy gspo_token"}
+"""A factor is detached, so that numbers cannot find the gradient."""
 
 
 class Case(NamedTuple):
@@ -56,9 +61,13 @@ CASES: dict[str, Case] = {
         for divergence in ("forward_kl", "reverse_kl", "jsd")
         for form in ({}, {"top_k": 3}, {"top_k": 3, "remainder": "renormalize"}, {"temperature": 2.0})
     },
+    **{
+        f"policy {name}": Case(loss, {}, "tokens" if AGGREGATION[name] == "token-mean" else "sequences")
+        for name, loss in POLICY_LOSSES.items()
+    },
 }
 every_loss = pytest.mark.parametrize("name", CASES)
-whole_by_parts = pytest.mark.parametrize("name", sorted(CASES.keys() - SORTED))
+masked_loss = pytest.mark.parametrize("name", sorted(CASES.keys() - {"dpo aot", "dpo aot_unpaired"}))
 
 
 def made(name: str) -> tuple[Callable[..., LossOutput], dict[str, Tensor]]:
@@ -80,6 +89,8 @@ def made(name: str) -> tuple[Callable[..., LossOutput], dict[str, Tensor]]:
         **logprobs,
         **{key: normal(*shape) for key in ("values", "old_values", "returns")},
         **{key: torch.randint(1, 9, shape, generator=generator) for key in ("chosen_lengths", "rejected_lengths")},
+        "old_logprobs": logprobs["logprobs"] + 0.4 * normal(*shape),
+        "advantages": normal(*shape),
         "student": normal(ROWS, TOKENS, VOCABULARY),
         "teacher": normal(ROWS, TOKENS, VOCABULARY),
         "desirable": torch.tensor([True, False, True, True, False, True]),
@@ -93,10 +104,13 @@ def made(name: str) -> tuple[Callable[..., LossOutput], dict[str, Tensor]]:
     return functools.partial(case.loss, **knobs), {key: known[key] for key in names}
 
 
-def trained(arguments: dict[str, Tensor]) -> tuple[str, Tensor]:
-    """The argument that is trained, and a copy of it that collects a gradient."""
-    name = next(iter(arguments))
-    return name, arguments[name].detach().clone().requires_grad_()
+def run(name: str, arguments: dict[str, Tensor], **more: Any) -> tuple[LossOutput, Tensor]:
+    """What a loss gives, and the gradient of the first argument, which is trained."""
+    key = next(iter(arguments))
+    leaf = arguments[key].detach().clone().requires_grad_()
+    output = made(name)[0](**arguments | {key: leaf}, **more)
+    output.loss.backward()
+    return output, leaf.grad
 
 
 def without_mask(name: str, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -108,74 +122,71 @@ def without_mask(name: str, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_gradcheck_and_detached_metrics(name: str) -> None:
     loss, arguments = made(name)
     arguments = without_mask(name, arguments)
-    key, leaf = trained(arguments)
-    if CASES[name].loss is not losses.dft_loss:  # whose factor is detached, so that numbers cannot find the gradient
+    key = next(iter(arguments))
+    if not DETACHED & {name, name.split()[0]}:
+        leaf = arguments[key].detach().clone().requires_grad_()
         assert torch.autograd.gradcheck(lambda value: loss(**arguments | {key: value}).loss, (leaf,))
     given = {other: value.requires_grad_(value.is_floating_point()) for other, value in arguments.items()}
     output = loss(**given)
     assert output.loss.dtype == torch.float64
     assert all(value.shape == () and not value.requires_grad for value in output.metrics.values())
     output.loss.backward()
-    of_targets = ("ref_", "teacher", "old_", "returns")
+    of_targets = ("ref_", "teacher", "old_", "returns", "advantages")
     assert [name for name, value in given.items() if name.startswith(of_targets) and value.grad is not None] == []
 
 
-@whole_by_parts
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "parts"), [(name, parts) for name in CASES for parts in ((1,) if name in BY_BATCH else (2, 4))]
+)
 def test_gradient_does_not_depend_on_order_padding_and_micro_batches(name: str, parts: int) -> None:
-    loss, arguments = made(name)
-    arguments = without_mask(name, arguments)
-    key, whole = trained(arguments)
-    loss(**arguments | {key: whole}).loss.backward()
-    counts = CASES[name].counts
-    knobs: dict[str, Any] = {"denominator": arguments["mask"].sum() if counts == "tokens" else ROWS}
-    if "mean_chosen_length" in inspect.signature(CASES[name].loss).parameters:
-        knobs["mean_chosen_length"] = arguments["chosen_lengths"].double().mean()
-    if counts != "rows":  # two tokens more, of nothing
-        arguments = {other: padded(value) for other, value in arguments.items()}
-    key, split = trained(arguments)
+    arguments = without_mask(name, made(name)[1])
+    counts, knobs = CASES[name].counts, dict[str, Any]()
+    _, whole = run(name, arguments)
+    if parts > 1:
+        knobs["denominator"] = arguments["mask"].sum() if counts == "tokens" else ROWS
+        if "mean_chosen_length" in inspect.signature(CASES[name].loss).parameters:
+            knobs["mean_chosen_length"] = arguments["chosen_lengths"].double().mean()
+    if counts != "rows":  # tokens of nothing on both sides
+        arguments, whole = {other: padded(value) for other, value in arguments.items()}, padded(whole, 0.0)
+    split = torch.zeros_like(whole)
     for rows in torch.randperm(ROWS, generator=torch.Generator().manual_seed(parts)).tensor_split(parts):
-        own = {other: value[rows] for other, value in arguments.items()} | {key: split[rows]}
-        loss(**own, **knobs).loss.backward()
-    torch.testing.assert_close(split.grad, whole.grad if counts == "rows" else padded(whole.grad, 0.0))
+        split[rows] = run(name, {other: value[rows] for other, value in arguments.items()}, **knobs)[1]
+    torch.testing.assert_close(split, whole)
 
 
-def padded(values: Tensor | None, fill: float = torch.nan) -> Tensor:
-    """(B, T, ...) with two tokens more."""
+def padded(values: Tensor, fill: float = torch.nan) -> Tensor:
+    """(B, T, ...) with a token more in front and two behind."""
     fill = fill if values.is_floating_point() else 0
-    return torch.cat([values, values.new_full((len(values), 2, *values.shape[2:]), fill)], 1)
+    more = values.new_full((len(values), 2, *values.shape[2:]), fill)
+    return torch.cat([more[:, :1], values, more], 1)
 
 
-@whole_by_parts
+@masked_loss
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_masked_reaches_neither_loss_nor_gradient_nor_metrics(name: str, poison: float) -> None:
-    loss, arguments = made(name)
+    _, arguments = made(name)
     mask, by_row = arguments["mask"], CASES[name].counts == "rows"
-    expected = loss(
-        **{key: value[mask] for key, value in without_mask(name, arguments).items()} if by_row else arguments
-    )
+    left = {key: value[mask] for key, value in without_mask(name, arguments).items()} if by_row else arguments
+    expected, gradient = run(name, left)
     poisoned = {
         key: value.where(mask.view(*mask.shape, *[1] * (value.dim() - mask.dim())), torch.tensor(poison))
         if value.is_floating_point()
         else value
         for key, value in arguments.items()
     }
-    key, leaf = trained(poisoned)
-    output = loss(**poisoned | {key: leaf})
     with torch.autograd.set_detect_anomaly(True):  # no NaN on the way either
-        output.loss.backward()
+        output, found = run(name, poisoned)
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(dict(output.metrics), dict(expected.metrics))
-    assert leaf.grad.isfinite().all()
-    assert (leaf.grad[~mask] == 0).all()
+    torch.testing.assert_close(dict(output.tokens), dict(expected.tokens))
+    torch.testing.assert_close(found[mask], gradient if by_row else gradient[mask])
+    assert (found[~mask] == 0).all()
 
 
-@whole_by_parts
+@masked_loss
 def test_nothing_selected_gives_a_loss_of_zero_with_a_gradient_of_zero(name: str) -> None:
-    loss, arguments = made(name)
-    key, leaf = trained(arguments)
-    output = loss(**arguments | {key: leaf, "mask": torch.zeros_like(arguments["mask"])})
-    output.loss.backward()
+    _, arguments = made(name)
+    output, gradient = run(name, arguments | {"mask": torch.zeros_like(arguments["mask"])})
     assert output.loss.item() == 0.0
-    assert (leaf.grad == 0).all()
+    assert (gradient == 0).all()
     assert all(value.isfinite() for value in output.metrics.values())

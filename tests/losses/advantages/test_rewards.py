@@ -19,11 +19,8 @@ def test_the_reward_is_on_the_last_action_of_ragged_multi_turn_and_empty_rows():
     assert last_action_mask(mask).nonzero().tolist() == [[0, 2], [1, 3], [3, 0]]
     got = token_rewards(torch.tensor([1.0, torch.nan, 3.0, 4.0]), mask)
     assert got.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [4, 0, 0, 0]]
-
-
-def test_a_penalty_is_on_every_action():
-    mask = torch.tensor([[1, 1, 0]])
-    got = token_rewards(torch.tensor([1.0]), mask, penalty=torch.tensor([[0.05, -0.1, torch.nan]]))
+    penalty = torch.tensor([[0.05, -0.1, torch.nan]])
+    got = token_rewards(torch.tensor([1.0]), torch.tensor([[1, 1, 0]]), penalty=penalty)
     torch.testing.assert_close(got, torch.tensor([[-0.05, 1.1, 0.0]]))
 
 
@@ -53,15 +50,12 @@ def test_wherever_a_reward_was_earned_its_total_is_the_same(seed):
             torch.testing.assert_close(got[row, place], earned[row, place:following].sum())
 
 
-@dataclass
-class Rows:
-    """What parts that shape rewards read."""
-
-    rewards: torch.Tensor
-    truncated: torch.Tensor
-
-
 def shaped(part, rewards, truncated):
+    @dataclass
+    class Rows:
+        rewards: torch.Tensor
+        truncated: torch.Tensor
+
     return part.prepare(Rows(rewards, truncated)).rewards
 
 
@@ -109,9 +103,8 @@ def test_running_moments_are_those_of_all_rewards_at_once(seed, parts):
     assert merged.plain() == pytest.approx(moments.plain(), rel=1e-12)  # of several ranks
     got = normalize_rewards(rewards, moments.mean, moments.std)
     torch.testing.assert_close(got, (rewards - present.mean()) / present.std(), equal_nan=True)
-    torch.testing.assert_close(
-        normalize_rewards(rewards, moments.mean, moments.std, shift_mean=False), rewards / present.std(), equal_nan=True
-    )
+    got = normalize_rewards(rewards, moments.mean, moments.std, shift_mean=False)
+    torch.testing.assert_close(got, rewards / present.std(), equal_nan=True)
 
 
 def test_moments_of_nothing_and_of_one_leave_the_scale():

@@ -1,13 +1,14 @@
-"""PPO's clipped surrogate against closed forms."""
+"""PPO's clipped surrogate against closed forms, and GRPO with its KL penalty; golden values: ``test_golden.py``."""
 
 import math
 
 import pytest
 import torch
 
-from rlhfkit.losses import ppo_loss
+from rlhfkit.losses import dapo_loss, dr_grpo_loss, grpo_loss, kl_loss, ppo_loss, sum_losses
+from rlhfkit.losses.policy.base import policy_tokens
 
-from ..policy_cases import policy_batch
+from ..policy_cases import gradient, policy_batch
 
 RATIOS = torch.tensor([[0.5, 0.9, 1.0, 1.1, 2.0, 5.0]], dtype=torch.float64)
 
@@ -35,3 +36,33 @@ def test_the_first_update_of_an_iteration_has_ratio_exactly_one():
     metrics = ppo_loss(batch.logprobs, batch.logprobs.detach(), *batch[2:]).metrics
     assert metrics["policy/ratio_mean"].item() == metrics["policy/ratio_max"].item() == 1.0
     assert metrics["policy/approx_kl"].item() == metrics["policy/clip_fraction"].item() == 0.0
+
+
+def test_the_gradient_of_grpo_in_bfloat16_is_rounded_once():
+    batch = policy_batch(batch=16, steps=64, dtype=torch.bfloat16)
+    reference = batch.old_logprobs.float() + 0.3
+
+    def gradient_in(dtype):
+        logprobs = batch.logprobs.to(dtype).requires_grad_()
+        now = logprobs.float()  # once for both terms, so that their gradients are rounded once
+        penalty = kl_loss(now, reference, batch.mask, coef=0.5, importance_weight=policy_tokens(now, *batch[1:]).ratio)
+        return gradient(sum_losses(grpo_loss(now, *batch[1:]), penalty).loss, logprobs)
+
+    exact = gradient_in(torch.float32)
+    assert torch.equal(gradient_in(torch.bfloat16), exact.bfloat16())
+
+
+def test_reference_logprobs_without_a_coefficient_are_measured_and_do_not_train():
+    batch = policy_batch().leaf()
+    # An infinite reference shows in the metric; 0 * inf in the loss would be nan.
+    plain, reference = grpo_loss(*batch), torch.full_like(batch.old_logprobs, 1e4)
+    got = sum_losses(plain, kl_loss(batch.logprobs, reference, batch.mask, coef=0.0, estimator="k2"))
+    assert got.loss.item() == plain.loss.item()
+    assert got.metrics["policy/ref_kl"].item() > 1e7
+    assert torch.equal(gradient(got.loss, batch.logprobs), gradient(plain.loss, batch.logprobs))
+
+
+def test_dapo_clips_higher_and_the_loss_of_no_sequences_is_zero():
+    batch = policy_batch()
+    assert torch.equal(dapo_loss(*batch).loss, ppo_loss(*batch, clip_high=0.28).loss)
+    assert dr_grpo_loss(*(tensor[:0] for tensor in batch), max_length=3).loss.item() == 0.0

@@ -35,55 +35,27 @@ def test_dppo_drops_by_the_difference_of_probabilities_and_only_in_the_direction
     logprobs = policy.log().requires_grad_()
     advantages = torch.tensor([[1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
     inputs = logprobs, logprobs.detach(), advantages, torch.ones(1, 4)
-    output = dppo_loss(*inputs, rollout_logprobs=behaviour.log(), log_ratio_coef=0.0, denominator=1.0)
+    knobs = {"rollout_logprobs": behaviour.log(), "denominator": 1.0}
+    output = dppo_loss(*inputs, log_ratio_coef=0.0, **knobs)
     # The rare token's ratio is 20 and its difference 0.019: PPO would clip it, this does not.
     expected = torch.tensor([[0.0, -20.0, 0.0, -0.5]], dtype=torch.float64)
     torch.testing.assert_close(gradient(output.loss, logprobs), expected)
-    assert (
-        output.metrics["policy/clip_fraction_high"].item() == output.metrics["policy/clip_fraction_low"].item() == 0.25
-    )
-
-
-def test_ipo_drops_what_dppo_drops_and_tokens_that_return_to_the_sampling_policy():
-    policy = torch.tensor([[0.9, 0.02, 0.3, 0.3]], dtype=torch.float64)
-    behaviour = torch.tensor([[0.6, 0.001, 0.6, 0.6]], dtype=torch.float64)
-    logprobs = policy.log().requires_grad_()
-    advantages = torch.tensor([[1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
-    inputs = logprobs, logprobs.detach(), advantages, torch.ones(1, 4)
-    output = dppo_loss(*inputs, rollout_logprobs=behaviour.log(), two_sided=True, denominator=1.0)
+    assert [output.metrics[f"policy/clip_fraction_{side}"].item() for side in ("low", "high")] == [0.25, 0.25]
+    # IPO drops these and tokens that return to the policy that sampled.
+    output = dppo_loss(*inputs, two_sided=True, **knobs)
     log_ratio = policy.log() - behaviour.log()
     assert output.loss.item() == pytest.approx(float(-20.0 + 1e-3 * log_ratio.square().sum()))
     expected = 2e-3 * log_ratio - torch.tensor([[0.0, 20.0, 0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(gradient(output.loss, logprobs), expected)
-    assert output.metrics["policy/clip_fraction_low"].item() == 0.5
-    assert output.metrics["policy/clip_fraction_high"].item() == 0.25
-    bounds = {"mask_low": 0.4, "mask_high": 0.4, "two_sided": True}
-    wide = dppo_loss(*inputs, rollout_logprobs=behaviour.log(), log_ratio_coef=0.0, denominator=1.0, **bounds)
+    assert [output.metrics[f"policy/clip_fraction_{side}"].item() for side in ("low", "high")] == [0.5, 0.25]
+    wide = dppo_loss(*inputs, log_ratio_coef=0.0, mask_low=0.4, mask_high=0.4, two_sided=True, **knobs)
     assert wide.loss.item() == pytest.approx(-(1.5 + 20.0 - 0.5 + 0.5))
 
 
-def covariance(batch):
-    keep = batch.mask
-    return (batch.advantages - batch.advantages[keep].mean()) * (batch.logprobs - batch.logprobs[keep].mean())
-
-
-def test_clip_cov_takes_the_gradient_of_a_few_candidates_of_highest_priority():
-    batch = policy_batch(3).leaf()
-    priority = torch.rand(5, 7, generator=torch.Generator().manual_seed(0))
-    knobs = {"fraction": 0.2, "covariance_low": 0.0, "covariance_high": 1e9, "priority": priority}
-    got = gradient(clip_cov_loss(*batch, **knobs).loss, batch.logprobs)
-    plain = gradient(ppo_loss(*batch).loss, batch.logprobs)
-    candidates = batch.mask & (covariance(batch) > 0) & (plain != 0)
-    count = int(0.2 * batch.mask.sum())
-    assert 1 < count < candidates.sum()
-    chosen = torch.where(candidates, priority, -1.0).flatten().topk(count).indices
-    expected = plain.flatten().clone()
-    expected[chosen] = 0.0
-    torch.testing.assert_close(got.flatten(), expected)
-
-
-def test_clip_cov_without_candidates_is_ppo_and_draws_from_torchs_generator():
+def test_covariance_losses_of_few_candidates_and_clip_cov_draws_from_torchs_generator():
     batch = policy_batch(3)
+    one = kl_cov_loss(*batch, fraction=1e-6).metrics["policy/covariance_fraction"]  # at least one is penalised
+    assert one.item() == pytest.approx(1 / batch.mask.sum().item())
     none = clip_cov_loss(*batch, covariance_low=1e8, covariance_high=1e9)
     assert torch.equal(none.loss, ppo_loss(*batch).loss)
     drawn = []
@@ -93,20 +65,10 @@ def test_clip_cov_without_candidates_is_ppo_and_draws_from_torchs_generator():
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_at_least_one_token_is_always_penalised():
-    batch = policy_batch(4)
-    output = kl_cov_loss(*batch, fraction=1e-6)
-    assert output.metrics["policy/covariance_fraction"].item() == pytest.approx(1 / batch.mask.sum().item())
-
-
 def test_log_linear_proximal_lies_on_the_line_between_the_two_policies():
-    current = torch.tensor([[-1.0, -1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
-    rollout = torch.tensor([[-3.0, -3.0, -3.0, -3.0]], dtype=torch.float64)
+    current, rollout = torch.full((1, 4), -1.0, requires_grad=True), torch.full((1, 4), -3.0)
     versions = torch.tensor([[4, 6, 7, 8]])  # the policy is at version 8, the proximal one at 7
-    got = log_linear_proximal_logprobs(current, rollout, versions, version=8)
-    torch.testing.assert_close(got, torch.tensor([[-1.5, -2.0, -3.0, -3.0]], dtype=torch.float64))
-    assert not got.requires_grad
-    further = log_linear_proximal_logprobs(current, rollout, versions, version=8, proximal_version=6)
-    torch.testing.assert_close(further, torch.tensor([[-2.0, -3.0, -3.0, -3.0]], dtype=torch.float64))
-    same = log_linear_proximal_logprobs(current, rollout, versions, version=8, proximal_version=8)
-    torch.testing.assert_close(same, torch.tensor([[-1.0, -1.0, -1.0, -3.0]], dtype=torch.float64))
+    for proximal, expected in ((None, [-1.5, -2, -3, -3]), (6, [-2, -3, -3, -3]), (8, [-1, -1, -1, -3])):
+        got = log_linear_proximal_logprobs(current, rollout, versions, version=8, proximal_version=proximal)
+        assert got[0].tolist() == pytest.approx(expected)
+        assert not got.requires_grad
