@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,6 @@ from rlhfkit import (
     StepwiseDataModule,
     UnpairedPreferenceDataModule,
 )
-from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.data.images import Image
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.models.vision import load_processor
@@ -75,33 +75,22 @@ def expected(folder: Path, messages: list[Any], seeds: tuple[int, ...], *, gener
     return list(ids)
 
 
-def user(*parts: Any) -> dict[str, Any]:
-    return {
-        "role": "user",
-        "content": [{"type": "text", "text": one} if isinstance(one, str) else one for one in parts],
-    }
+def user(*parts: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": one} if isinstance(one, str) else one for one in parts]}
 
 
-def answer(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
+answer = partial(user, role="assistant")
 
 
 IMAGE = {"type": "image"}
 CONFIGS = ("processor_config.json", "preprocessor_config.json")
 
 
-def data_url(seed: int) -> str:
-    return f"data:image/png;base64,{base64.b64encode(encoded(seed)).decode()}"
-
-
 def test_conversations_have_the_tokens_of_the_processor(folder: Path, tmp_path: Path) -> None:
     conversation = [user(IMAGE, "colour?"), answer("red"), user("and ", IMAGE, "?"), answer("blue")]
-    own = [
-        user({"type": "image_url", "image_url": {"url": data_url(1)}}, "colour?"),
-        answer("red"),
-        user("and ", {"type": "image", "image": file_of(tmp_path, 2)}, "?"),
-        answer("blue"),
-    ]
+    url = f"data:image/png;base64,{base64.b64encode(encoded(1)).decode()}"
+    own = [user({"type": "image_url", "image_url": {"url": url}}, "colour?"), answer("red")]
+    own += [user("and ", {"type": "image", "image": file_of(tmp_path, 2)}, "?"), answer("blue")]
     marked = {"role": "user", "content": "<image>colour? of <image>"}
     rows = [
         {"messages": conversation, "images": [file_of(tmp_path, 1), file_of(tmp_path, 2)]},
@@ -127,11 +116,8 @@ def test_conversations_have_the_tokens_of_the_processor(folder: Path, tmp_path: 
     assert tokenizer.decode(learned) == "red<eos>blue<eos>"
     stream = opened(SFTDataModule(rows, streaming=True, steps_per_epoch=1, shuffle=False), folder).stream.open()
     for index in range(5):
-        _, found = next(stream)
-        assert (found.input_ids, found.attachments) == (
-            data.examples[index].input_ids,
-            data.examples[index].attachments,
-        )
+        found, (_, streamed) = data.examples[index], next(stream)
+        assert (streamed.input_ids, streamed.attachments) == (found.input_ids, found.attachments)
 
 
 def test_a_processor_of_another_size_finds_no_cached_tokens(folder: Path, tmp_path: Path) -> None:
@@ -150,10 +136,11 @@ def test_a_processor_of_another_size_finds_no_cached_tokens(folder: Path, tmp_pa
 def test_prompts_and_texts_without_a_template(folder: Path, tmp_path: Path) -> None:
     from datasets import Dataset
 
-    table = Dataset.from_list(
-        [{"prompt": "colour?", "image": picture(5), "answer": "red"}, {"prompt": "none", "image": None, "answer": "x"}]
-    )
-    table.to_parquet(tmp_path / "rows.parquet")
+    rows = [
+        {"prompt": "colour?", "image": picture(5), "answer": "red"},
+        {"prompt": "none", "image": None, "answer": "x"},
+    ]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     data = opened(PromptDataModule(str(tmp_path / "rows.parquet"), answer="answer", rollout_batch_size=2), folder)
     prompts = sorted(data.prompt_queue().take(2), key=lambda one: one.index)
     assert prompts[0].token_ids.tolist() == expected(folder, [user(IMAGE, "colour?")], (5,), generation=True)
@@ -182,15 +169,8 @@ def test_rows_of_token_ids_and_of_texts_with_steps_have_their_images(folder: Pat
 
 
 def test_pairs_and_labelled_answers(folder: Path, tmp_path: Path) -> None:
-    rows = [
-        {
-            "prompt": [user(IMAGE, "colour?")],
-            "chosen": [answer("red")],
-            "rejected": [answer("blue!")],
-            "images": [file_of(tmp_path, seed)],
-        }
-        for seed in (1, 2)
-    ]
+    pair = {"prompt": [user(IMAGE, "colour?")], "chosen": [answer("red")], "rejected": [answer("blue!")]}
+    rows = [pair | {"images": [file_of(tmp_path, seed)]} for seed in (1, 2)]
     pairs = opened(PreferenceDataModule(rows), folder).examples
     ids = expected(folder, [user(IMAGE, "colour?"), answer("red")], (1,))
     assert pairs[0].chosen.input_ids == ids
@@ -246,28 +226,19 @@ def test_records_keep_references(tmp_path: Path) -> None:
     path = file_of(tmp_path, 1)
     images = (Image.of(path, "a"), Image.of(picture(2), "b"))
     prompt = Prompt(0, [1, 2, 3], attachments=images)
-    samples = [
-        Sample(prompt, 0, [4, 5], [-1.0, -1.0], [0, 0], "stop", reward=1.0),
-        Sample(Prompt(1, [1]), 0, [4], [-1.0], [0], "stop", reward=0.0),
-    ]
+    samples = [Sample(one, 0, [4], [-1.0], [0], "stop", reward=1.0) for one in (prompt, Prompt(1, [1]))]
     save_samples(tmp_path / "samples.jsonl", samples)
-    state = torch.load(_saved(tmp_path / "state.pt", sample_state(samples[0])), weights_only=True)
+    batch = Experience.from_samples(samples)
+    torch.save([sample_state(samples[0]), batch.state_dict()], tmp_path / "state.pt")
+    state, loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     for found in (load_samples(tmp_path / "samples.jsonl")[0], sample_from_state(state)):
         assert found.prompt.attachments == images
         assert found.prompt.attachments[0].source == Path(path)
     other = dataclasses.replace(prompt, attachments=images[::-1])  # of an episode, where another picture was shown
     save_samples(tmp_path / "episodes.jsonl", [samples[0], dataclasses.replace(samples[0], prompt=other)])
     assert [one.prompt.attachments for one in load_samples(tmp_path / "episodes.jsonl")] == [images, images[::-1]]
-    batch = Experience.from_samples(samples)
     assert batch.attachments == (images, ())
     assert batch.select([1, 0, 0]).attachments == ((), images, images)
     assert batch.placeholder().attachments is None
-    loaded = torch.load(_saved(tmp_path / "batch.pt", batch.state_dict()), weights_only=True)
     assert Experience.from_state_dict(loaded).attachments == (images, ())
     assert Experience.from_samples(samples[1:]).attachments is None
-    assert isinstance(batch, PaddedBatch)
-
-
-def _saved(path: Path, state: Any) -> Path:
-    torch.save(state, path)
-    return path

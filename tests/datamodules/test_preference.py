@@ -52,6 +52,7 @@ def test_answers_and_their_end_of_sequence_token_are_selected(write_rows: Write)
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
+        # explicit chat and text, prompt repeated, implicit, of one turn and of several
         ({"prompt": [user("1")], "chosen": [assistant("x")], "rejected": [assistant("y")]}, "<u>1;<a>|"),
         ({"prompt": "1", "chosen": "x", "rejected": "y"}, "<u>1;<a>|"),
         ({"prompt": "1", "chosen": [user("1"), assistant("x")], "rejected": [user("1"), assistant("y")]}, "<u>1;<a>|"),
@@ -64,7 +65,6 @@ def test_answers_and_their_end_of_sequence_token_are_selected(write_rows: Write)
             "<u>1;<a>o;<u>2;<a>|",
         ),
     ],
-    ids=["explicit chat", "explicit text", "prompt repeated", "implicit", "implicit, several turns"],
 )
 def test_prompt_of_a_conversation_is_found(row: dict[str, Any], expected: str) -> None:
     assert read(module([row], tokenizer=chat_tokenizer())) == [(f"{expected}x;$", f"{expected}y;$")]
@@ -73,7 +73,7 @@ def test_prompt_of_a_conversation_is_found(row: dict[str, Any], expected: str) -
 def test_each_conversation_keeps_an_answer_of_its_own() -> None:
     longer = [user("1"), assistant("x"), user("2"), assistant("z")]
     data = module([{"chosen": longer, "rejected": longer[:2]}], tokenizer=chat_tokenizer())
-    assert [pair.rejected.targets for pair in [data.examples[0]]] == [3]  # x;$
+    assert data.examples[0].rejected.targets == 3  # x;$
 
 
 def test_implicit_prompt_of_texts_ends_before_white_space_and_has_no_template() -> None:
@@ -110,13 +110,9 @@ def test_truncation_cuts_answers_and_never_the_prompt(caplog: pytest.LogCaptureF
     assert "1 of 5 pairs were truncated at max_length 8" in caplog.text
     assert "1 of 5 pairs have no answer within max_length 8" in caplog.text
     assert "2 of 5 pairs have the same tokens in both answers" in caplog.text
-
-
-def test_overlong_pairs_are_dropped_or_refused_as_told(caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"prompt": "1", "chosen": "a", "rejected": "b" * 20}, {"prompt": "1", "chosen": "a", "rejected": "b"}]
-    assert read(module(rows, max_length=8, overlong="drop")) == [("1|a$", "1|b$")]
+    assert read(module(rows[:2], max_length=8, overlong="drop")) == [("1|a$", "1|b$")]
     assert "1 of 2 pairs are longer than max_length 8 and dropped" in caplog.text
-    with pytest.raises(ValueError, match="row 0, has 22 tokens, more than max_length 8"):
+    with pytest.raises(ValueError, match="row 0, has 12 tokens, more than max_length 8"):
         module(rows, max_length=8, overlong="error")
     with pytest.raises(ValueError, match="none of its 1 rows makes a preference pair"):
         module(rows[:1], max_length=8, overlong="drop")
@@ -126,25 +122,18 @@ def test_margins_stay_with_their_pairs() -> None:
     rows = [{"prompt": "1", "chosen": c, "rejected": "b", "margin": m} for c, m in [("a", 1), ("b", 2), ("c", 0.5)]]
     data = module(rows)
     assert [data.examples[i].margin for i in range(2)] == [1.0, 0.5]
-    renamed = [{"gap" if key == "margin" else key: value for key, value in row.items()} for row in rows]
-    assert "margin" not in module(renamed).examples.values
-    assert module(renamed, margin="gap").examples.values["margin"] == [1.0, 0.5]
-    words = [row | {"gap": word} for row, word in zip(ROWS, ["near", "far"], strict=False)]
-    with pytest.raises(ValueError, match="row 0, must hold a number, it holds 'near'"):
-        module(words, margin="gap")
-    with pytest.raises(ValueError, match="row 0, must hold a number, it holds nan"):
-        module([row | {"gap": float("nan")} for row in ROWS], margin="gap")
+    for wrong in ("near", float("nan")):
+        with pytest.raises(ValueError, match=f"row 0, must hold a number, it holds .?{wrong}"):
+            module([row | {"gap": wrong} for row in ROWS], margin="gap")
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
         (ROWS, {"chosen": "best"}, "chosen='best' is not a column"),
-        (ROWS, {"prompt": "question"}, "prompt='question' is not a column"),
         ([{"chosen": "a", "rejected": [assistant("b")]}], {}, "must both hold text or both hold chat messages"),
         (ROWS, {"messages": "m"}, "has no argument 'messages'"),
     ],
-    ids=["chosen", "prompt", "mixed", "argument"],
 )
 def test_mistakes_are_named(rows: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

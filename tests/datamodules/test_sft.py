@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from tiny_models import ROLES, chat_tokenizer, tiny_tokenizer
+from tiny_models import chat_tokenizer, tiny_tokenizer
 
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.datamodules import SFTDataModule
@@ -52,41 +52,30 @@ def test_completion_and_end_of_sequence_are_learned(write_rows: Write) -> None:
     assert examples(data) == [("0+1=1$", "____1$"), ("1+1=x2$", "____x2$")]
     assert data.examples.lengths == [6, 7]
     assert data.examples.targets == [2, 3]
+    assert examples(module([{"prompt": "a", "completion": "b<eos>"}])) == [("ab$", "_b$")]
+    plain = module([{"text": "abc"}])
+    assert examples(plain) == [("abc$", "abc$")]
+    assert plain.examples.targets == [3]  # nothing predicts the first token
 
 
-def test_token_that_straddles_the_border_is_learned() -> None:
-    """With a merge "=5" the prompt ends inside a token: it is part of the answer."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    merging = Tokenizer(models.BPE({"2": 0, "=": 1, "5": 2, "=5": 3, "<eos>": 4}, [("=", "5")]))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=merging, eos_token="<eos>")
-    data = module([{"prompt": "2=", "completion": "5"}], tokenizer=tokenizer)
-    assert data.examples[0] == TokenExample([0, 3, 4], [False, True, True])
-
-
-def test_end_of_sequence_is_there_once() -> None:
-    data = module([{"prompt": "a", "completion": "b<eos>"}])
-    assert examples(data) == [("ab$", "_b$")]
-
-
-def test_plain_text_is_learned_entirely() -> None:
-    data = module([{"text": "abc"}], text="text")
-    assert examples(data) == [("abc$", "abc$")]
-    assert data.examples.targets == [3]  # nothing predicts the first token
-
-
-@pytest.mark.parametrize("template", [MARKED, ROLES])
-def test_only_the_assistants_words_are_learned(template: str) -> None:
-    data = module([{"messages": CHAT}], messages="messages", tokenizer=chat_tokenizer(template))
-    assert examples(data) == [("<u>1;<a>ab;<u>2;<a>c;$", "________ab;________c;$")]
-
-
-@pytest.mark.parametrize("template", [MARKED, ROLES])
-def test_prompt_of_chat_messages_is_not_learned_even_where_the_assistant_spoke(template: str) -> None:
-    row = {"prompt": CHAT[:3], "completion": CHAT[3:]}
-    data = module([row], tokenizer=chat_tokenizer(template))
-    assert examples(data) == [("<u>1;<a>ab;<u>2;<a>c;$", "___________________c;$")]
+@pytest.mark.parametrize(
+    ("end", "expected", "complete"),
+    [
+        (";{% endgeneration %}", ("<u>1;<a>ab;<u>2;<a>c;$", "________ab;________c;$"), True),
+        # A template that writes its own end gets no second one, and one inside of the marks may have more behind it.
+        ("<eos>", ("<u>1;<a>ab$<u>2;<a>c$", "________ab$________c$"), True),
+        ("<eos>{% endgeneration %};", ("<u>1;<a>ab$;<u>2;<a>c$;", "________ab$_________c$_"), True),
+        # A special token behind the marks is never learned, so the model would talk for ever.
+        ("{% endgeneration %}<eos>", ("<u>1;<a>ab$<u>2;<a>c$", "________ab_________c_"), False),
+    ],
+)
+def test_what_ends_a_turn_is_learned(
+    end: str, expected: tuple[str, str], complete: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    marked = MARKED if "endgeneration" in end else MARKED.replace("{% generation %}", "")
+    tokenizer = chat_tokenizer(marked.replace(";{% endgeneration %}", end))
+    assert examples(module([{"messages": CHAT}], tokenizer=tokenizer)) == [expected]
+    assert ("marks leave out the end-of-turn token" in caplog.text) != complete
 
 
 def test_text_prompts_are_written_as_in_reinforcement_learning() -> None:
@@ -101,38 +90,6 @@ def test_text_prompts_are_written_as_in_reinforcement_learning() -> None:
     assert whole == prompt + "2;$"
     assert learned == "_" * len(prompt) + "2;$"
     assert examples(module(rows, apply_chat_template=False, tokenizer=chat_tokenizer()))[0][0] == "1+1=2$"
-
-
-def test_template_that_writes_its_own_end_gets_no_second_one() -> None:
-    ending = MARKED.replace("{% generation %}", "").replace(";{% endgeneration %}", "<eos>")
-    data = module([{"messages": CHAT}], messages="messages", tokenizer=chat_tokenizer(ending))
-    assert examples(data) == [("<u>1;<a>ab$<u>2;<a>c$", "________ab$________c$")]
-
-
-def test_end_of_sequence_inside_the_marks_counts_when_the_template_writes_more_behind_them() -> None:
-    """As chat templates do that write a newline behind the end of a turn."""
-    ending = MARKED.replace(";{% endgeneration %}", "<eos>{% endgeneration %};")
-    data = module([{"messages": CHAT}], messages="messages", tokenizer=chat_tokenizer(ending))
-    assert examples(data) == [("<u>1;<a>ab$;<u>2;<a>c$;", "________ab$_________c$_")]
-
-
-def test_marks_that_leave_out_what_ends_a_turn_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """A marker behind the marks that is a special token: it is never learned, so the model would talk for ever."""
-    tokenizer = chat_tokenizer(MARKED.replace(";{% endgeneration %}", "{% endgeneration %}<eos>"))
-    data = module([{"messages": CHAT}], messages="messages", tokenizer=tokenizer)
-    assert examples(data) == [("<u>1;<a>ab$<u>2;<a>c$", "________ab_________c_")]
-    assert "marks leave out the end-of-turn token" in caplog.text
-    caplog.clear()
-    module([{"messages": CHAT}], messages="messages", tokenizer=chat_tokenizer(MARKED))
-    assert "marks leave out" not in caplog.text
-
-
-def test_system_message_is_added_once() -> None:
-    tokenizer = chat_tokenizer()
-    with_system = [{"role": "system", "content": "T"}, *CHAT[:2]]
-    rows = [{"messages": CHAT[:2]}, {"messages": with_system}]
-    whole = [text for text, _ in examples(module(rows, messages="messages", tokenizer=tokenizer, system="S"))]
-    assert whole == ["<s>S;<u>1;<a>ab;$", "<s>T;<u>1;<a>ab;$"]
 
 
 def test_overlong_examples_are_cut_dropped_or_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,21 +112,11 @@ def test_overlong_examples_are_cut_dropped_or_refused(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        (
-            ROWS,
-            {"completion": "answer"},
-            "completion='answer' is not a column of the given rows; it has prompt, completion",
-        ),
-        (ROWS, {"text": "body"}, "text='body' is not a column"),
+        (ROWS, {"completion": "answer"}, "completion='answer' is not a column of the .*; it has prompt, completion"),
         (ROWS, {"messages": "prompt"}, "column 'prompt' of the given rows, row 0, must hold chat messages"),
         (ROWS, {"messages": "a", "text": "b"}, "not both"),
-        (
-            [{"prompt": "a", "completion": 3}],
-            {},
-            "column 'completion' of the given rows, row 0, must hold text.* int: 3: give rows with text .*Value",
-        ),
-        ([{"prompt": 3, "completion": "a"}], {}, "column 'prompt' of the given rows, row 0, must hold text.* int"),
-        ([{"messages": CHAT}], {"messages": "messages"}, "the tokenizer has no chat template"),
+        ([{"prompt": "a", "completion": 3}], {}, "'completion' .* row 0, must hold text.* int: 3: give rows with text"),
+        ([{"messages": CHAT}], {}, "the tokenizer has no chat template"),
         (ROWS, {"tokenizer": None}, "no tokenizer"),
     ],
 )
@@ -178,28 +125,24 @@ def test_bad_input_names_the_value_and_the_cure(rows: Any, options: dict[str, An
         module(rows, **options)
 
 
-# -- with the real Trainer ---------------------------------------------------------------------------------------------
-
-
 def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
     """The loader asks the Trainer for its epoch."""
     data = module(ROWS, micro_batch_size=4)
-    data.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    loader, epochs = data.train_dataloader(), []
-    for epoch in range(3):
-        data.trainer.fit_loop.epoch_progress.current.completed = epoch
-        epochs.append([tuple(row[row > 0].tolist()) for batch in loader for row in batch.input_ids])
-    assert [sorted(one) for one in epochs] == [sorted(tuple(data.examples[index].input_ids) for index in range(11))] * 3
-    assert len(set(map(tuple, epochs))) == 3
+    rows = [tuple(data.examples[index].input_ids) for index in range(11)]
 
+    def epochs(**options: Any) -> list[list[tuple[int, ...]]]:
+        data.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
+        loader, seen = data.train_dataloader(), []
+        for epoch in range(3):
+            data.trainer.fit_loop.epoch_progress.current.completed = epoch
+            batches = islice(loader, options.get("overfit_batches"))
+            seen.append([tuple(row[row > 0].tolist()) for batch in batches for row in batch.input_ids])
+        return seen
 
-def test_the_trainer_overfits_the_same_rows_in_each_epoch() -> None:
-    data = module(ROWS, micro_batch_size=2)
-    data.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, overfit_batches=2)
-    loader = data.train_dataloader()
-    data.trainer.fit_loop.epoch_progress.current.completed = 3
-    rows = [tuple(row[row > 0].tolist()) for batch in islice(loader, 2) for row in batch.input_ids]
-    assert sorted(rows) == sorted(tuple(data.examples[index].input_ids) for index in range(4))
+    found = epochs()
+    assert [sorted(one) for one in found] == [sorted(rows)] * 3
+    assert len(set(map(tuple, found))) == 3
+    assert [sorted(one) for one in epochs(overfit_batches=2)] == [sorted(rows[:8])] * 3
 
 
 def test_optimizer_steps_that_change_their_size_are_refused() -> None:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 from tiny_models import tiny_tokenizer
 
@@ -32,12 +33,6 @@ def texts(examples: ExampleTable[UnpairedExample]) -> list[tuple[str, bool]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["data.jsonl", "data.parquet", "data.csv"])
-def test_each_row_is_an_answer_with_its_label(write_rows: Callable[..., str], name: str) -> None:
-    examples = opened(write_rows(ROWS, name))
-    assert texts(examples) == [(f"{i}+{i}=|x{2 * i}<eos>", i % 3 == 0) for i in range(6)]
-
-
 @pytest.mark.parametrize(
     "words", [("yes", "no"), ("desirable", "undesirable"), ("Chosen", "Rejected"), (1, 0), (1.0, 0.0)]
 )
@@ -47,56 +42,32 @@ def test_labels_may_be_numbers_and_words(write_rows: Callable[..., str], words: 
 
 
 @pytest.mark.parametrize("value", ["maybe", 0.7, 2, -1])
-def test_a_label_that_is_neither_is_refused(write_rows: Callable[..., str], value: Any) -> None:
-    rows = [{"prompt": "a", "completion": "b", "label": value}]
+def test_a_label_that_is_neither_is_refused(value: Any) -> None:
+    row = {"prompt": "a", "completion": "b"}
     with pytest.raises(ValueError, match=r"column 'label' of .*row 0, must hold a boolean"):
-        opened(write_rows(rows))
+        opened([row | {"label": value}])
+    with pytest.raises(ValueError, match="SFTDataModule, which reads such columns"):
+        opened([row])
 
 
-def test_labels_stay_with_their_answers_when_rows_are_left_out(
-    write_rows: Callable[..., str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_labels_stay_with_their_answers_when_rows_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     rows = [row | {"prompt": "long" * 20} if i in (0, 4) else row for i, row in enumerate(ROWS)]
     with caplog.at_level(logging.INFO):
-        examples = opened(write_rows(rows), overlong="drop")
+        examples = opened(rows, overlong="drop")
     assert texts(examples) == [(f"{i}+{i}=|x{2 * i}<eos>", i == 3) for i in (1, 2, 3, 5)]
     assert "2 of 6 rows were dropped" in caplog.text
     assert "1 desirable answers of 4" in caplog.text
 
 
-def test_a_pair_becomes_two_rows(write_rows: Callable[..., str]) -> None:
+def test_a_pair_becomes_two_rows() -> None:
     rows = [{"prompt": f"{i}?", "chosen": "good", "rejected": "bad" if i else "bad" * 20} for i in range(3)]
-    examples = opened(write_rows(rows), overlong="drop")
+    examples = opened(rows, overlong="drop")
     expected = [("0?|good<eos>", True)]
     expected += [(f"{i}?|{word}<eos>", word == "good") for i in (1, 2) for word in ("good", "bad")]
     assert texts(examples) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"messages": "messages"}, "no argument 'messages'"),
-        ({"label": "liked"}, "label='liked' is not a column"),
-        ({"chosen": "better"}, "chosen='better' is not a column"),
-    ],
-)
-def test_columns_that_do_not_fit_are_named(
-    write_rows: Callable[..., str], arguments: dict[str, str], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        opened(write_rows(ROWS), **arguments)
-
-
-def test_columns_may_be_called_otherwise_and_data_without_labels_is_refused(write_rows: Callable[..., str]) -> None:
-    rows = [{"q": row["prompt"], "a": row["completion"], "liked": row["label"]} for row in ROWS]
-    assert texts(opened(write_rows(rows), prompt="q", completion="a", label="liked")) == texts(opened(ROWS))
-    with pytest.raises(ValueError, match="SFTDataModule, which reads such columns"):
-        opened([{"prompt": "a", "completion": "b"}])
-
-
 def test_sources_are_mixed_and_token_budgets_respected(write_rows: Callable[..., str]) -> None:
-    import lightning as L
-
     other = [{"prompt": f"{i}?", "chosen": "good", "rejected": "bad"} for i in range(4)]
     weights = {write_rows(ROWS, "a.jsonl"): 0.5, write_rows(other, "b.jsonl"): 0.5}
     data = UnpairedPreferenceDataModule(

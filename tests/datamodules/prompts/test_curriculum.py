@@ -3,24 +3,21 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rl_runs import ahead, setup_run, weights
 
-from rlhfkit import RolloutCallback, Sample, SamplingSpec
 from rlhfkit.datamodules.prompts.curriculum import MAX_RECENT, ByColumn, BySuccess, Curriculum, PromptPass, PromptStats
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor
 from rlhfkit.datamodules.prompts.table import TablePrompts
 
-from .drawing import numbered
+from .drawing import Watch, numbered, watched
 
 TOTAL = 9
 
@@ -44,9 +41,6 @@ def test_success_leaves_out_what_teaches_nothing() -> None:
     assert BySuccess(keep=1.0)(one_pass(3, rewards)) == one_pass().rows
     kept = [len(BySuccess(keep=0.2)(one_pass(number, rewards))) - 6 for number in range(1000)]
     assert sum(kept) / 3000 == pytest.approx(0.2, abs=0.03)  # three of them; four standard errors
-
-
-def test_an_empty_range_is_refused() -> None:
     with pytest.raises(ValueError, match="high must be a finite number"):
         BySuccess(low=1.0)
 
@@ -90,8 +84,11 @@ def test_iterations_are_always_full_and_resume_anywhere(sizes: list[int], share:
 
 
 def test_a_pass_is_what_the_curriculum_says() -> None:
-    rows, _ = play(prompts(curriculum=lambda one: sorted(one.rows)[: 6 - one.number]), PromptCursor(), [3] * 5)
+    """Its rows may be numpy's."""
+    rows, _ = play(prompts(curriculum=lambda one: np.sort(one.rows)[: 6 - one.number]), PromptCursor(), [3] * 5)
     assert list(itertools.chain(*rows))[:15] == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"has returned 9 for pass 0: it must return rows .* 0 to 8"):
+        prompts(curriculum=lambda one: [0, 9]).take(1, PromptCursor())
 
 
 def test_too_few_prompts_for_an_iteration_are_filled_up_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,94 +98,30 @@ def test_too_few_prompts_for_an_iteration_are_filled_up_with_a_warning(caplog: p
     assert "has 2 rows, too few for an iteration" in caplog.text
 
 
-def test_rows_may_be_numpys_and_are_plain_in_a_checkpoint() -> None:
-    reversed_rows = prompts(curriculum=lambda one: np.argsort([-row for row in range(TOTAL)]))
-    rows, cursor = reversed_rows.take(3, PromptCursor())
-    assert rows == [8, 7, 6]
-    assert PromptCursor.from_state_dict(json.loads(json.dumps(cursor.state_dict()))) == cursor
-
-
-def test_rows_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"has returned 9 for pass 0: it must return rows .* 0 to 8"):
-        prompts(curriculum=lambda one: [0, 9]).take(1, PromptCursor())
-
-
-# -- in real runs ------------------------------------------------------------------------------------------------------
-
-
-def by_prompt(samples: Sequence[Sample]) -> list[float]:
-    """Every third prompt is solved always, every third never, the others half of the time."""
-    return [(1.0, 0.0, sample.sample_index % 2)[sample.prompt.index % 3] for sample in samples]
-
-
-class Watch(L.Callback):
-    """Prompts of each iteration; saves one checkpoint after a micro-batch."""
-
-    def __init__(self, path: Path | None = None, after: int = 0) -> None:
-        self.path, self.after, self.count = path, after, 0
-        self.prompts: list[list[int]] = []
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        samples = next(each for each in trainer.callbacks if isinstance(each, RolloutCallback)).samples
-        self.prompts.append(list(dict.fromkeys(sample.prompt.index for sample in samples)))
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.count += 1
-        if self.count == self.after:
-            trainer.save_checkpoint(self.path)
-
-
 def by_progress(one: PromptPass) -> list[int]:
     """Backwards, without the prompts of the latest groups that were solved; it keeps nothing itself."""
     solved = {group.row for group in one.recent[-24:] if group.reward == 1.0}
     return [row for row in reversed(one.rows) if row not in solved]
 
 
-Run = Callable[..., tuple[Any, Watch]]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Nine iterations of 8 of 40 prompts: two passes at least."""
-
-    def fit(curriculum: Any, staleness: int = 0, watch: Watch | None = None, **arguments: Any) -> tuple[Any, Watch]:
-        watch = watch or Watch()
-        trainer, module, data, _ = setup_run(
-            tmp_path,
-            data_arguments={"curriculum": curriculum},
-            rollouts=RolloutCallback(
-                by_prompt, sampling=SamplingSpec(group_size=4, max_new_tokens=2), parts=ahead(staleness)
-            ),
-            callbacks=[watch],
-            max_epochs=9,
-        )
-        trainer.fit(module, data, **arguments)
-        return weights(module), watch
-
-    return fit
-
-
-@pytest.mark.parametrize("curriculum", [BySuccess(keep=0.1), by_progress], ids=["history", "recent"])
-def test_rewards_decide_what_comes_next_however_far_sampling_is_ahead(run: Run, curriculum: Any) -> None:
-    _, turns = run(curriculum)
-    _, ahead = run(curriculum, staleness=2)
-    # In on_train_epoch_start the samples are those of the iteration before.
-    assert turns.prompts[1:] == ahead.prompts[1:]
-    second_pass = Counter(index % 3 for rows in turns.prompts[6:] for index in rows)
+@pytest.mark.parametrize(("curriculum", "after"), [(BySuccess(keep=0.1), 22), (by_progress, 24)])
+def test_rewards_decide_what_comes_next_when_ahead_too_and_a_resumed_run_goes_on_bitwise(
+    tmp_path: Path, curriculum: Any, after: int
+) -> None:
+    """Two passes; stopped inside of an iteration or at its end."""
+    saved, watch, rest, early = tmp_path / "saved.ckpt", *(Watch() for _ in range(3))
+    watch.saved = {after: saved}
+    straight, _ = watched(tmp_path, watch, curriculum=curriculum)
+    resumed, _ = watched(tmp_path, rest, resume=saved, curriculum=curriculum)
+    assert rest.prompts[-1] == watch.prompts[-1]
+    assert all(torch.equal(tensor, straight[name]) for name, tensor in resumed.items())
+    watched(tmp_path, early, staleness=2, curriculum=curriculum)
+    assert early.prompts == watch.prompts
+    second_pass = Counter(index % 3 for rows in watch.prompts[5:] for index in rows)
     if curriculum is by_progress:
         assert second_pass[0] < min(second_pass[1], second_pass[2])
     else:
         assert second_pass[2] > 5 * max(second_pass[0], second_pass[1], 1)
-
-
-@pytest.mark.parametrize(
-    ("after", "curriculum"), [(22, BySuccess(keep=0.1)), (24, by_progress)], ids=["inside an iteration", "at its end"]
-)
-def test_a_resumed_run_goes_on_bitwise(run: Run, tmp_path: Path, after: int, curriculum: Any) -> None:
-    straight, watch = run(curriculum, watch=Watch(tmp_path / "saved.ckpt", after))
-    resumed, rest = run(curriculum, ckpt_path=str(tmp_path / "saved.ckpt"))
-    assert rest.prompts[-1] == watch.prompts[-1]
-    assert all(torch.equal(tensor, straight[name]) for name, tensor in resumed.items())
 
 
 def test_statistics_of_a_prompt_have_the_latest_group_and_all_samples() -> None:

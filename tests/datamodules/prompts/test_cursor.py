@@ -4,7 +4,6 @@ import itertools
 from collections import Counter
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,10 +79,3 @@ def test_drawing_in_rounds_is_drawing_at_once(rounds: list[int], skip: int) -> N
     in_rounds = IterationQueue(rows, cursor)
     assert [each for count in rounds for each in in_rounds.take(count)] == at_once.take(sum(rounds))
     assert in_rounds.after == at_once.after
-
-
-def test_more_than_there_are_is_refused() -> None:
-    queue = IterationQueue(numbered(3), PromptCursor())
-    queue.take(2)
-    with pytest.raises(ValueError, match="cannot take 2 different prompts: there are 3 besides the 2 drawn already"):
-        queue.take(2)

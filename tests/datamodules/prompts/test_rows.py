@@ -40,7 +40,7 @@ def test_an_empty_prompt_is_found_at_the_start_with_row_and_file(write_rows: Wri
 def test_a_prompt_without_room_stops_the_run_before_it_begins(tmp_path: Path) -> None:
     prompts = [f"{i}+1=" for i in range(8)]
     prompts[5] = "1+" * 254 + "1="
-    called: list[int] = []
+    called = []
 
     def reward(samples: Any) -> list[float]:
         called.append(len(samples))
@@ -48,21 +48,13 @@ def test_a_prompt_without_room_stops_the_run_before_it_begins(tmp_path: Path) ->
 
     def run(**options: Any) -> None:
         rollouts = RolloutCallback(reward, sampling=SamplingSpec(group_size=2, max_new_tokens=4))
-        trainer, module, data, _ = setup_run(
-            tmp_path,
-            rollouts=rollouts,
-            max_epochs=1,
-            data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4},
-        )
+        arguments = {"rollout_batch_size": 4, "micro_batch_size": 4, **options}
+        trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1, data_arguments=arguments)
         data.data = [{"prompt": text, "answer": ""} for text in prompts]
-        for name, value in options.items():
-            setattr(data, name, value)
         trainer.fit(module, data)
 
-    with pytest.raises(
-        ValueError,
-        match=r"1 of 8 prompts .* more than 508 tokens \(the model's context of 512 less .*, the longest 510 \(row 5\)",
-    ):
+    message = r"1 of 8 prompts .* more than 508 tokens \(the model's context of 512 less .*, the longest 510 \(row 5\)"
+    with pytest.raises(ValueError, match=message):
         run()
     assert not called
     run(overlong_prompts="drop")

@@ -6,43 +6,35 @@ Covers stream.py.
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from rl_runs import ahead, setup_run, weights
 from tiny_models import tiny_tokenizer
 
-from rlhfkit import DynamicSampling, PromptDataModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import DynamicSampling, PromptDataModule
 from rlhfkit.datamodules import Mixture, PreferenceDataModule, SFTDataModule
 from rlhfkit.datamodules.prompts.cursor import IterationQueue
 
-from .drawing import advance
+from .drawing import Watch, advance, watched
 
 Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "answer": f"#### {i + 1}", "level": i % 3} for i in range(25)]
 
 
 def module(data: Any, **options: Any) -> PromptDataModule:
-    defaults = {
-        "tokenizer": tiny_tokenizer(),
-        "answer": "answer",
-        "streaming": True,
-        "shuffle_buffer_size": 10,
-        "rollout_batch_size": 4,
-    }
-    made = PromptDataModule(data, **(defaults | options))
+    defaults = {"tokenizer": tiny_tokenizer(), "answer": "answer", "streaming": True, "rollout_batch_size": 4}
+    made = PromptDataModule(data, **(defaults | {"shuffle_buffer_size": 10} | options))
     made.setup("fit")
     return made
 
 
 def test_prompts_are_those_of_a_file_that_was_read_as_a_whole(write_rows: Write) -> None:
     path = write_rows(ROWS)
-    whole = PromptDataModule(path, answer="answer", tokenizer=tiny_tokenizer(), rollout_batch_size=4, shuffle=False)
-    whole.setup("fit")
+    whole = module(path, streaming=False, shuffle=False)
     assert module(path, shuffle=False).prompt_queue().take(25) == whole.prompt_queue().take(25)
     drawn = module(path).prompt_queue().take(75)
     assert [prompt.index for prompt in drawn] == [*range(75)]
@@ -116,117 +108,80 @@ def test_little_of_an_endless_source_is_read_ahead_or_kept() -> None:
 
 
 def test_rows_that_make_no_prompt_are_named_when_they_are_read(write_rows: Write, caplog: Any) -> None:
-    def drawn(rows: list[dict[str, Any]], **options: Any) -> list[str]:
+    def drawn(rows: list[dict[str, Any]], vocabulary: int = 101, **options: Any) -> list[str]:
         data = module(write_rows([*ROWS[:11], *rows]), shuffle=False, answer=None, **options)
-        data.check_prompts(longest=12, reason="the model's context", vocabulary=options.pop("vocabulary", 101))
+        data.check_prompts(longest=12, reason="the model's context", vocabulary=vocabulary)
         return [prompt.text for prompt in data.prompt_queue().take(12)]
 
     long = {"prompt": "1" * 20}
-    with pytest.raises(ValueError, match=r"column 'prompt' of .*data\.jsonl, row 11, has no value"):
-        drawn([{"prompt": None}])
-    with pytest.raises(ValueError, match=r"column 'prompt' of .*data\.jsonl, row 11, is a prompt without a token"):
-        drawn([{"prompt": ""}])
-    with pytest.raises(ValueError, match=r"data\.jsonl, row 11, has 20 tokens, more than 12 \(the model's context\)"):
-        drawn([long])
+    for row, message in (
+        ({"prompt": None}, r"column 'prompt' of .*data\.jsonl, row 11, has no value"),
+        ({"prompt": ""}, r"column 'prompt' of .*data\.jsonl, row 11, is a prompt without a token"),
+        (long, r"data\.jsonl, row 11, has 20 tokens, more than 12 \(the model's context\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            drawn([row])
     assert drawn([long, {"prompt": "x"}], overlong_prompts="drop")[-1] == "x"
     with pytest.raises(ValueError, match="no row of the whole data has a prompt that is short enough"):
         drawn([], overlong_prompts="drop", max_prompt_length=1)
-    data = module(write_rows(ROWS))
-    data.check_prompts(longest=12, reason="the context", vocabulary=4)
-    with pytest.raises(ValueError, match=r"data\.jsonl, row \d+, has the token \d+ .* knows the tokens 0 to 3"):
-        data.prompt_queue().take(1)
+    with pytest.raises(ValueError, match=r"data\.jsonl, row 0, has the token \d+ .* knows the tokens 0 to 3"):
+        drawn([], vocabulary=4)
 
 
 def test_what_needs_the_whole_data_is_refused(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
     path = write_rows(ROWS)
     with pytest.raises(ValueError, match=r"orders all prompts of a pass, which a stream does not know"):
         module(path, curriculum=lambda one: one.rows)
-    text = SFTDataModule(path, streaming=True, steps_per_epoch=1)
-    with pytest.raises(
-        ValueError, match=r"pretraining_data is a SFTDataModule with streaming=True, and .* leave streaming=True out"
+    for other, message in (
+        (
+            SFTDataModule(path, streaming=True, steps_per_epoch=1),
+            "SFTDataModule with streaming=True, and .* leave st",
+        ),
+        (PreferenceDataModule(path), "PreferenceDataModule, whose examples are more"),
     ):
-        PromptDataModule(path, pretraining_data=text)
-    with pytest.raises(ValueError, match="pretraining_data is a PreferenceDataModule, whose examples are more"):
-        PromptDataModule(path, pretraining_data=PreferenceDataModule(path))
+        with pytest.raises(ValueError, match=f"pretraining_data is a {message}"):
+            PromptDataModule(path, pretraining_data=other)
     with pytest.raises(ValueError, match="answer='solution' is not a column"):
         module(path, answer="solution")
     data = module(path)
     with pytest.raises(ValueError, match="the column 'level' is needed for all prompts before training"):
         data.prompt_column("level")
     advance(data, 7)
-    other = module(path, seed=1)
-    other.load_state_dict(data.state_dict())
+    anew = module(path, seed=1)
+    anew.load_state_dict(data.state_dict())
     assert "the order cannot be continued, so a new pass over them begins" in caplog.text
-    assert [prompt.index for prompt in other.prompt_queue().take(25)] == [*range(7, 32)]
-    assert {prompt.text for prompt in other.prompt_queue().take(25)} == {row["prompt"] for row in ROWS}
+    drawn = anew.prompt_queue().take(25)
+    assert [prompt.index for prompt in drawn] == [*range(7, 32)]
+    assert {prompt.text for prompt in drawn} == {row["prompt"] for row in ROWS}
 
 
-def by_number(samples: Sequence[Sample]) -> list[float]:
-    """Two prompts of three give no signal, whatever the policy."""
-    return [(1.0, 0.0, sample.sample_index % 2)[sample.prompt.index % 3] for sample in samples]
-
-
-class Watch(L.Callback):
-    """What was sampled in each iteration; saves checkpoints after some batches."""
-
-    def __init__(self, saved: dict[int, Path] | None = None) -> None:
-        self.saved, self.batches = saved or {}, 0
-        self.prompts: list[list[int]] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.batches += 1
-        if self.batches in self.saved:
-            trainer.save_checkpoint(self.saved[self.batches])
-        if trainer.is_last_batch:
-            samples = RolloutCallback.of(trainer).samples
-            self.prompts.append(sorted({sample.prompt.index for sample in samples}))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Any:
-    def fit(watch: Watch, staleness: int = 0, ckpt_path: str | None = None, **options: Any) -> Any:
-        trainer, made, data, _ = setup_run(
-            tmp_path,
-            data_arguments={"streaming": True, "shuffle_buffer_size": 16} | options,
-            rollouts=RolloutCallback(
-                by_number,
-                sampling=SamplingSpec(group_size=4, max_new_tokens=2),
-                parts=ahead(staleness, DynamicSampling(max_rounds=3)),
-            ),
-            callbacks=[watch],
-            max_epochs=7,
-        )
-        trainer.fit(made, data, ckpt_path=ckpt_path)
-        return weights(made), trainer.current_epoch
-
-    return fit
-
-
-def test_a_run_over_a_stream_goes_on_bitwise_and_ends_with_its_passes(run: Any, tmp_path: Path) -> None:
+def test_a_run_over_a_stream_goes_on_bitwise_and_ends_with_its_passes(tmp_path: Path) -> None:
     """Groups without a signal are replaced by further prompts; 40 prompts, 8 groups in each iteration."""
+
+    def run(watch: Watch, **options: Any) -> tuple[Any, int]:
+        data = {"streaming": True, "shuffle_buffer_size": 16, "passes": 2}
+        return watched(tmp_path, watch, DynamicSampling(max_rounds=3), epochs=7, **data, **options)
+
     saved = {after: tmp_path / f"{after}.ckpt" for after in (6, 8, 16)}  # inside an iteration, at ends of iterations
     watch = Watch(saved)
-    straight, epochs = run(watch, passes=2)
+    straight, epochs = run(watch)
     assert epochs == 4  # of 22 to 24 prompts each
-    for after in (6, 8):
+    for after, batches in ((6, 10), (8, 8), (16, 0)):  # at the end there is nothing left to train on
         rest = Watch()
-        resumed, _ = run(rest, passes=2, ckpt_path=str(saved[after]))
-        assert rest.prompts[-1] == watch.prompts[-1]
+        resumed, _ = run(rest, resume=saved[after])
+        assert rest.batches == batches
+        assert rest.prompts[-1:] == watch.prompts[-1:] * bool(batches)
         assert all(torch.equal(tensor, straight[name]) for name, tensor in resumed.items())
-    rest = Watch()
-    run(rest, passes=2, ckpt_path=str(saved[16]))
-    assert not rest.batches  # there is nothing left to train on
     ahead = Watch()
-    assert run(ahead, staleness=2, passes=2)[1] == epochs
+    assert run(ahead, staleness=2)[1] == epochs
     assert ahead.prompts == watch.prompts
 
 
 @pytest.mark.parametrize(("until", "passes"), [("all", 2), ("first", 1)])
 def test_a_pass_over_a_mixture_ends_as_the_mixture_says(write_rows: Write, until: Any, passes: int) -> None:
     mixture = Mixture({write_rows(ROWS[:20], "a.jsonl"): 1, write_rows(ROWS[:6], "b.jsonl"): 1}, until=until)
-    data, trainer = module(mixture, passes=passes), L.Trainer(accelerator="cpu", logger=False)
-    data.trainer = trainer
-    drawn = 0
+    data, drawn = module(mixture, passes=passes), 0
+    data.trainer = trainer = L.Trainer(accelerator="cpu", logger=False)
     while not trainer.should_stop:
         advance(data, 4)
         drawn += 4
@@ -235,15 +190,12 @@ def test_a_pass_over_a_mixture_ends_as_the_mixture_says(write_rows: Write, until
 
 def test_prompts_of_the_next_pass_that_wait_do_not_keep_a_run_going(write_rows: Write) -> None:
     """Oversampling leaves prompts over in every iteration; those of the pass itself are still to be trained on."""
-    data, trainer = module(write_rows(ROWS), passes=1), L.Trainer(accelerator="cpu", logger=False)
-    data.trainer = trainer
-    used: list[int] = []
-    for _ in range(20):
+    data, used = module(write_rows(ROWS), passes=1), list[int]()
+    data.trainer = trainer = L.Trainer(accelerator="cpu", logger=False)
+    while not trainer.should_stop:
         queue = data.prompt_queue()
         drawn = queue.take(6)
         queue.requeue(drawn[4:])
         data.set_cursor(queue.after)
         used += [prompt.index for prompt in drawn[:4]]
-        if trainer.should_stop:
-            break
     assert sorted(used) == list(range(28))  # 25 rows of the pass, in iterations of four

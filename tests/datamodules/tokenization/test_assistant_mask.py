@@ -34,9 +34,6 @@ EXPECTED = {
     "chatml": "<|im_start|>system\nBe 2 brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
     "<|im_start|>assistant\n«2<|im_end|>»\n<|im_start|>user\nAnd 2+3, 5?<|im_end|>\n"
     "<|im_start|>assistant\n«5.<|im_end|>»\n",
-    "chatml_marked": "<|im_start|>system\nBe 2 brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
-    "<|im_start|>assistant\n«2<|im_end|>»\n<|im_start|>user\nAnd 2+3, 5?<|im_end|>\n"
-    "<|im_start|>assistant\n«5.<|im_end|>»\n",
     "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe 2 brief.<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n«2<|eot_id|>»"
@@ -65,26 +62,17 @@ EXPECTED = {
     "alpaca": "Be 2 brief.\n\n### Instruction:\n1+1?\n\n### Response:\n«2\n\n»"
     "### Instruction:\nAnd 2+3, 5?\n\n### Response:\n«5.\n\n»",
 }
+TOKENS = ("END_OF_TURN", "START_OF_TURN", "SYSTEM", "USER", "CHATBOT")
+EXPECTED["chatml_marked"] = EXPECTED["chatml"]
 SPECIAL = {  # begin and end of sequence first
-    "chatml": ["<|endoftext|>", "<|im_end|>", "<|im_start|>"],
-    "chatml_marked": ["<|endoftext|>", "<|im_end|>", "<|im_start|>"],
+    **{name: ["<|endoftext|>", "<|im_end|>", "<|im_start|>"] for name in ("chatml", "chatml_marked", "qwen3")},
     "llama3": ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
     "gemma": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
     "mistral": ["<s>", "</s>", "[INST]", "[/INST]"],
-    "qwen3": ["<|endoftext|>", "<|im_end|>", "<|im_start|>"],
     "phi3": ["<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
-    "zephyr": ["<s>", "</s>"],
     "deepseek_r1": ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],
-    "command_r": [
-        "<BOS_TOKEN>",
-        "<|END_OF_TURN_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|>",
-        "<|SYSTEM_TOKEN|>",
-        "<|USER_TOKEN|>",
-        "<|CHATBOT_TOKEN|>",
-    ],
-    "vicuna": ["<s>", "</s>"],
-    "alpaca": ["<s>", "</s>"],
+    "command_r": ["<BOS_TOKEN>", *(f"<|{name}_TOKEN|>" for name in TOKENS)],
+    **{name: ["<s>", "</s>"] for name in ("zephyr", "vicuna", "alpaca")},
 }
 
 
@@ -135,13 +123,11 @@ def marked(tokenizer: Any, messages: Any, first: int = 0, **arguments: Any) -> s
     written = write_conversation(style, messages, first=first)
     token_ids, mask = span_mask(tokenizer, written.text, written.spans)
     text, inside = "", False
-    for number, (token_id, learned) in enumerate([*zip(token_ids, mask, strict=True), (None, False)]):
+    for token_id, learned in zip(token_ids, mask, strict=True):
         if learned != inside:
             text, inside = text + ("«" if learned else "»"), learned
-        if token_id is not None:
-            text += tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-        assert number <= len(token_ids)
-    return text
+        text += tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+    return text + "»" * inside
 
 
 @pytest.mark.parametrize("kind", ["characters", "merges"])
@@ -170,12 +156,11 @@ def test_thoughts_of_earlier_turns_are_gone_and_the_last_ones_learned() -> None:
         "<|im_start|>assistant\n«<think>\ntwo and three\n</think>\n\n5<|im_end|>»\n"
     )
     assert marked(tokenizer_for("qwen3"), THOUGHTS) == expected
-    apart = [
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": "2", "reasoning_content": "one and one"},
-        {"role": "user", "content": "2+3?"},
-        {"role": "assistant", "content": "5", "reasoning_content": "two and three"},
-    ]
+    one, two = (
+        {"content": "2", "reasoning_content": "one and one"},
+        {"content": "5", "reasoning_content": "two and three"},
+    )
+    apart = [THOUGHTS[0], {"role": "assistant"} | one, THOUGHTS[2], {"role": "assistant"} | two]
     assert marked(tokenizer_for("qwen3"), apart) == expected
     assert marked(tokenizer_for("qwen3"), apart[:2], first=1) == (
         "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n«<think>\none and one\n</think>\n\n2<|im_end|>»\n"
@@ -199,13 +184,14 @@ def test_a_template_that_drops_all_thoughts_learns_the_answers_alone() -> None:
 
 @pytest.mark.parametrize("style", ["chatml", "llama3", "qwen3", "phi3", "zephyr", "command_r"])
 def test_words_that_occur_elsewhere_and_turns_in_a_row_are_told_apart(style: str) -> None:
-    messages = [
-        {"role": "user", "content": "assistant\nno"},
-        {"role": "assistant", "content": "no"},
-        {"role": "assistant", "content": "assistant"},
-        {"role": "user", "content": "no"},
-        {"role": "assistant", "content": "no"},
-    ]
+    said = (
+        ("user", "assistant\nno"),
+        ("assistant", "no"),
+        ("assistant", "assistant"),
+        ("user", "no"),
+        ("assistant", "no"),
+    )
+    messages = [{"role": role, "content": content} for role, content in said]
     text = marked(tokenizer_for(style), messages)
     learned = [part.replace("<think>\n\n</think>\n\n", "") for part in re.findall("«(.*?)»", text, re.DOTALL)]
     end = {"llama3": "<|eot_id|>", "phi3": "<|end|>", "zephyr": "</s>", "command_r": "<|END_OF_TURN_TOKEN|>"}
@@ -233,35 +219,18 @@ def test_whether_the_end_of_a_turn_is_learned_is_known(style: str, stop: str) ->
     assert write_conversation(PromptFormatter(tokenizer_for(style)), CHAT).stop == stop
 
 
-def test_marks_that_leave_out_the_end_of_the_turn_are_noticed() -> None:
-    tokenizer = tokenizer_for("chatml_marked")
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{{ turn.content ~ '<|im_end|>' }}{% endgeneration %}",
-        "{{ turn.content }}{% endgeneration %}{{ '<|im_end|>' }}",
-    )
-    assert marked(tokenizer, CHAT[1:3]).endswith("«2»<|im_end|>\n")
-    assert write_conversation(PromptFormatter(tokenizer), CHAT).stop == "left out"
-
-
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]
-CALLING = (
-    (TEMPLATES / "chatml.jinja")
-    .read_text()
-    .replace(
-        "turn.content",
-        "turn.content ~ (('\\n' if turn.content else '') ~ '<call>add</call>' if turn.tool_calls else '')",
-    )
-)
+CALLED = "turn.content ~ (('\\n' if turn.content else '') ~ '<call>add</call>' if turn.tool_calls else '')"
 """Qwen's way: a line break in front of the call, unless nothing was said before it."""
 
 
 @pytest.mark.parametrize("content", ["", None, "I add."])
 def test_a_turn_of_tool_calls_is_learned_whatever_is_said_before_it(content: str | None) -> None:
     tokenizer = tokenizer_for("chatml")
-    tokenizer.chat_template = CALLING
+    tokenizer.chat_template = tokenizer.chat_template.replace("turn.content", CALLED)
     messages = as_messages(
         [
-            {"role": "user", "content": "1+1?"},
+            CHAT[1],
             {"role": "assistant", "content": content, "tool_calls": CALLS},
             {"role": "tool", "content": "2"},
             {"role": "assistant", "content": "2.", "tool_calls": None},
@@ -275,19 +244,14 @@ def test_a_turn_of_tool_calls_is_learned_whatever_is_said_before_it(content: str
 
 
 def test_tool_calls_that_the_template_does_not_write_are_no_empty_answer() -> None:
-    messages = as_messages(
-        [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": None, "tool_calls": CALLS}]
-    )
+    messages = as_messages([CHAT[1], {"role": "assistant", "content": None, "tool_calls": CALLS}])
     with pytest.raises(ValueError, match="tool calls, which the chat template does not write"):
         marked(tokenizer_for("chatml"), messages)
 
 
 def test_a_message_that_says_nothing_is_refused_and_not_learned_as_the_word_none() -> None:
-    question = {"role": "user", "content": "1+1?"}
-    silent = {"role": "assistant", "content": None, "tool_calls": None}
-    with pytest.raises(ValueError, match=r"message of the assistant has no content \(None\) and no tool_calls"):
-        as_messages([question, silent])
-    with pytest.raises(ValueError, match=r"^row 7 cannot be read: .* has no content \(None\)"):
-        PromptFormatter(tokenizer_for("chatml")).check([question, silent], "row 7")
+    silent = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": None}]
+    with pytest.raises(ValueError, match=r"^row 7 cannot be read: .* assistant has no content \(None\) and no tool"):
+        PromptFormatter(tokenizer_for("chatml")).check(silent, "row 7")
     with pytest.raises(ValueError, match="message of the assistant has no content"):
         as_messages([{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": None}])

@@ -4,18 +4,16 @@ Covers tokenization/chat.py too.
 """
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tiny_models import ROLES, chat_tokenizer
 
 from rlhfkit.datamodules import PromptDataModule, SFTDataModule
-from rlhfkit.datamodules.tokenization.chat import PromptFormatter, as_messages, is_chat
+from rlhfkit.datamodules.tokenization.chat import as_messages, is_chat
 
 from .. import test_sft
 
-Write = Callable[..., str]
 TEMPLATE = ROLES.replace("<a>", "<a>{{ start }}")
 CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 SHAREGPT = [{"from": "system", "value": "S"}, {"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
@@ -41,65 +39,41 @@ def read(data: SFTDataModule, index: int = 0) -> tuple[str, str]:
         ({"conversations": CHAT}, CHAT_READ),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, CHAT_READ),
     ],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-def test_the_columns_tell_the_format(write_rows: Write, row: Any, expected: tuple[str, str], name: str) -> None:
-    assert read(module(write_rows([row], name))) == expected
-
-
-def test_named_columns_win() -> None:
-    row = {"question": "a", "answer": "b", "text": "c", "prompt": "d", "completion": "e"}
-    assert read(module([row], prompt="question", completion="answer")) == ("ab$", "_b$")
-    assert read(module([row], completion="answer")) == ("db$", "_b$")
-    assert read(module([row], text="question")) == ("a$", "a$")
+def test_the_columns_tell_the_format(row: Any, expected: tuple[str, str]) -> None:
+    assert read(module([row])) == expected
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "message"),
+    ("row", "message"),
     [
         (
             {"question": "a", "answer": "b"},
-            {},
             r"the given rows has the columns question, answer, which is none of the kinds it could be \(conversation: "
-            r"messages or conversations or conversation; prompt and completion: prompt and completion; language "
-            r"modelling: text; token ids.*\)\. Name columns that are called otherwise, e\.g\. prompt='question'$",
+            r".*; token ids.*\)\. Name columns that are called otherwise, e\.g\. prompt='question'$",
         ),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, {}, "or use PreferenceDataModule or PromptDataModule, which"),
-        ({"prompt": "a", "completions": ["b"], "labels": [True]}, {}, "StepwiseDataModule"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "or use PreferenceDataModule or PromptDataModule, which"),
         (
             {"text": "a", "prompt": "b", "completion": "c"},
-            {},
             "fit several kinds of data: name the one that is meant, prompt='prompt', completion='completion' or text=",
         ),
-        (
-            {"text": "a", "images": ["search"]},
-            {},
-            "row 0 has a column 'images', and the model reads text only",
-        ),
-        ({"text": "a", "image": "cat.png"}, {}, "has a column 'image'.*remove it from the data"),
-        ({"text": "a", "images": ["cat.png"]}, {}, "has a column 'images'"),
-        ({"conversations": [{"from": "dog", "value": "woof"}]}, {}, "row 0, cannot be read: a turn is from 'dog'"),
+        ({"text": "a", "image": "cat.png"}, "row 0 has a column 'image', and the model reads text only.*remove it"),
+        ({"conversations": [{"from": "dog", "value": "woof"}]}, "row 0, cannot be read: a turn is from 'dog'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}]},
-            {},
             "column 'messages' of the given rows, row 0, cannot be read: the content of a chat message must be text",
         ),
     ],
 )
-def test_what_fits_nothing_is_explained(row: Any, options: dict[str, str], message: str) -> None:
+def test_what_fits_nothing_is_explained(row: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        module([row], **options)
-
-
-def test_an_empty_column_of_tools_is_no_reason_to_refuse() -> None:
-    assert read(module([{"text": "a", "images": None}])) == ("a$", "a$")
+        module([row])
 
 
 def test_columns_that_are_not_used_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        module([{"text": "a", "url": "b", "id": 1}])
-    assert "columns that are not used: id, url" in caplog.text
+        assert read(module([{"text": "a", "url": "b", "id": 1, "images": None}])) == ("a$", "a$")
+    assert "columns that are not used: id, " in caplog.text
 
 
 def test_sharegpt_turns_and_content_in_parts_become_messages() -> None:
@@ -120,27 +94,14 @@ def test_a_row_can_have_arguments_of_its_own_for_the_template() -> None:
     assert [read(data, index)[0] for index in (0, 1)] == ["<u>1;<a>2;x$", "<u>1;<a>2;y$"]
 
 
-def test_template_arguments_can_be_json_text() -> None:
-    style = PromptFormatter(chat_tokenizer(TEMPLATE))
-    assert style.for_row({"chat_template_kwargs": '{"start": "z"}'}).prompt("1") == "<u>1;<a>z"
-    assert style.for_row({}) is style
-    with pytest.raises(ValueError, match="chat_template_kwargs"):
-        style.for_row({"chat_template_kwargs": [1]})
-
-
 def test_arguments_of_a_row_reach_prompts_and_their_lengths() -> None:
     tokenizer = chat_tokenizer(TEMPLATE)
-    rows = [{"prompt": f"{i}", "chat_template_kwargs": {"start": "x"} if i < 2 else None} for i in range(4)]
+    own = '{"start": "x"}'  # a mapping or JSON text
+    rows = [{"prompt": f"{i}", "chat_template_kwargs": own if i < 2 else None} for i in range(4)]
 
     def prompts(size: int, **options: Any) -> list[str]:
-        data = PromptDataModule(
-            rows,
-            rollout_batch_size=size,
-            shuffle=False,
-            tokenizer=tokenizer,
-            chat_template_kwargs={"start": "abc"},
-            **options,
-        )
+        options |= {"tokenizer": tokenizer, "chat_template_kwargs": {"start": "abc"}, "shuffle": False}
+        data = PromptDataModule(rows, rollout_batch_size=size, **options)
         data.setup()
         return [tokenizer.decode(prompt.token_ids.tolist()) for prompt in data.prompt_queue().take(size)]
 

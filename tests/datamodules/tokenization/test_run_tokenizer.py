@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import setup_run
+from rl_runs import additions, fit_run
 from tiny_models import chat_tokenizer, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer
 
@@ -33,7 +33,6 @@ from rlhfkit.modules.parts.critic import ValueLoss
 from rlhfkit.modules.parts.critic_elsewhere import CriticModule, _make_critic
 from rlhfkit.rewards import EnvironmentReward
 from rlhfkit.roles.replica import TextReading
-from rlhfkit.rollout.engine import RolloutEngine
 from rlhfkit.rollout.groups import GroupError, GroupRunner
 from rlhfkit.rollout.vllm.arguments import check_vllm_sampling
 
@@ -44,13 +43,9 @@ TEMPLATE = (
 OTHER = "{% for message in messages %}{{ message['role'] }}> {{ message['content'] }}\n{% endfor %}assistant> "
 
 
-def templated(template: str = TEMPLATE) -> Any:
-    return chat_tokenizer(template)
-
-
 def other_end() -> Any:
     """A tokenizer whose answers end with a bracket."""
-    tokenizer = templated()
+    tokenizer = chat_tokenizer(TEMPLATE)
     tokenizer.eos_token = "]"
     return tokenizer
 
@@ -59,17 +54,18 @@ def other_end() -> Any:
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model whose own tokenizer writes conversations in another way."""
     folder = tiny_model(tmp_path_factory.mktemp("model"))
-    templated(OTHER).save_pretrained(folder)
+    chat_tokenizer(OTHER).save_pretrained(folder)
     return str(folder)
 
 
-def trainer_of(module: Any) -> Any:
-    return SimpleNamespace(lightning_module=module, strategy=None, global_rank=0, world_size=1)
+def setup_for(data: Any, module: Any) -> None:
+    data.trainer = SimpleNamespace(lightning_module=module, strategy=None, global_rank=0, world_size=1)
+    data.setup()
 
 
 def conversations(**arguments: Any) -> SFTDataModule:
     rows = [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}] * 2
-    return SFTDataModule(rows, **({"tokenizer": templated()} | arguments))
+    return SFTDataModule(rows, **({"tokenizer": chat_tokenizer(TEMPLATE)} | arguments))
 
 
 class Game(Environment):
@@ -83,43 +79,33 @@ class Game(Environment):
 
 @pytest.mark.parametrize("where", ["tokenizer", "chat_template_kwargs", "row"])
 def test_all_turns_of_an_episode_are_in_the_template_of_the_data(tmp_path: Path, model: str, where: str) -> None:
-    (tmp_path / "model").symlink_to(model)
-    arguments = {"tokenizer": templated()} if where == "tokenizer" else {}
+    arguments = {"tokenizer": chat_tokenizer(TEMPLATE)} if where == "tokenizer" else {}
     if where == "chat_template_kwargs":
         arguments = {"chat_template_kwargs": {"chat_template": TEMPLATE}}
-    callback = RolloutCallback(
-        EnvironmentReward(),
-        engine=LocalEngine(),
-        group=Episodes(Game, max_turns=2),
-        sampling=SamplingSpec(group_size=2, max_new_tokens=4),
-    )
-    kind: Any = PromptDataModule
-    if where == "row":
+    sampling = SamplingSpec(group_size=2, max_new_tokens=4)
+    callback = RolloutCallback(EnvironmentReward(), group=Episodes(Game, max_turns=2), sampling=sampling)
 
-        def kind(data: str, **options: Any) -> PromptDataModule:
-            own = {"chat_template_kwargs": json.dumps({"chat_template": TEMPLATE, "mark": "#"})}
-            rows = [json.loads(line) | own for line in Path(data).read_text().splitlines()]
-            return PromptDataModule(rows, **options)
+    def with_own(_: str, **options: Any) -> PromptDataModule:
+        own = {"chat_template_kwargs": json.dumps({"chat_template": TEMPLATE, "mark": "#"})} if where == "row" else {}
+        return PromptDataModule([row | own for row in additions(40)], **options)
 
-    trainer, module, data, _ = setup_run(
-        tmp_path, rollouts=callback, datamodule=kind, data_arguments=arguments, max_epochs=1, accumulate_grad_batches=1
+    _, module, _ = fit_run(
+        tmp_path, model=Path(model), rollouts=callback, datamodule=with_own, data_arguments=arguments, max_epochs=1
     )
-    trainer.fit(module, data)
     sample = callback.samples[0]
     assert sample.action_mask is not None
     turns = "".join("a" if chosen else "e" for chosen in sample.action_mask.tolist())
     first, last = turns.index("e"), turns.rindex("e") + 1
     mark = "#" if where == "row" else ""
     number = sample.prompt.index
-    assert data_tokens(sample.prompt.token_ids.tolist()) == f"[{mark}user: {number}+{number}=][{mark}assistant: "
-    assert data_tokens(sample.token_ids.tolist()[first:last]) == f"][{mark}user: again][{mark}assistant: "
+    assert (
+        tiny_tokenizer().decode(sample.prompt.token_ids.tolist())
+        == f"[{mark}user: {number}+{number}=][{mark}assistant: "
+    )
+    assert tiny_tokenizer().decode(sample.token_ids.tolist()[first:last]) == f"][{mark}user: again][{mark}assistant: "
     module.save_pretrained(tmp_path / "export")
     exported = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert exported.chat_template == (OTHER if where == "row" else TEMPLATE)
-
-
-def data_tokens(token_ids: list[int]) -> str:
-    return str(tiny_tokenizer().decode(token_ids))
 
 
 def test_exports_and_checkpoints_keep_the_tokenizer_of_the_data(tmp_path: Path, model: str) -> None:
@@ -135,91 +121,53 @@ def test_exports_and_checkpoints_keep_the_tokenizer_of_the_data(tmp_path: Path, 
     loaded.save_pretrained(tmp_path / "loaded")
     for folder in ("saved", "exported", "loaded"):
         found = AutoTokenizer.from_pretrained(tmp_path / folder)
-        assert tokenizer_differences(found, templated()) == [], folder
-
-
-def test_a_checkpoint_without_a_tokenizer_of_its_own_is_as_small_as_before(model: str) -> None:
-    module, checkpoint = SFTModule(model), dict[str, Any](state_dict={})
-    module.on_save_checkpoint(checkpoint)
-    assert "tokenizer_files" not in checkpoint
+        assert tokenizer_differences(found, chat_tokenizer(TEMPLATE)) == [], folder
+    checkpoint = dict[str, Any](state_dict={})
+    SFTModule(model).on_save_checkpoint(checkpoint)
+    assert "tokenizer_files" not in checkpoint  # of which the model's own needs none
 
 
 def test_two_tokenizers_in_one_run_are_named_with_the_cure(model: str) -> None:
     module = SFTModule(model)
-    module.tokenizer = templated()
-    module.tokenizer = templated()  # the same again
-    data = conversations(tokenizer=other_end())
-    data.trainer = trainer_of(module)
-    with pytest.raises(
-        ValueError,
-        match=r"those of SFTModule.tokenizer and SFTDataModule\(tokenizer=...\) differ in special tokens: give both",
-    ):
-        data.setup()
-    prompts = PromptDataModule(
-        [{"prompt": "1"}], pretraining_data=conversations(tokenizer=templated(OTHER)), rollout_batch_size=1,
-        tokenizer=templated(),
-    )  # fmt: skip
-    prompts.trainer = trainer_of(SFTModule(model))
-    with pytest.raises(ValueError, match=r"PromptDataModule\(tokenizer.*and SFTDataModule\(tokenizer.*chat template"):
-        prompts.setup()
+    module.tokenizer = chat_tokenizer(TEMPLATE)
+    module.tokenizer = chat_tokenizer(TEMPLATE)  # the same again
+    given = r"SFTDataModule\(tokenizer=...\)"
+    with pytest.raises(ValueError, match=rf"SFTModule.tokenizer and {given} differ in special tokens: give both"):
+        setup_for(conversations(tokenizer=other_end()), module)
+    pretraining = conversations(tokenizer=chat_tokenizer(OTHER))
+    options = {"rollout_batch_size": 1, "tokenizer": chat_tokenizer(TEMPLATE)}
+    prompts = PromptDataModule([{"prompt": "1"}], pretraining_data=pretraining, **options)
+    with pytest.raises(ValueError, match=rf"PromptDataModule\(tokenizer.*and {given} differ in chat template"):
+        setup_for(prompts, SFTModule(model))
 
-
-def test_a_module_with_a_tokenizer_of_its_own_class_is_compared(model: str) -> None:
     class Own(SFTModule):
         @property
         def tokenizer(self) -> Any:
-            return templated(OTHER)
+            return chat_tokenizer(OTHER)
 
-    data = conversations()
-    data.trainer = trainer_of(Own(model))
-    with pytest.raises(ValueError, match=r"Own.tokenizer and SFTDataModule\(tokenizer=...\) differ in chat template"):
-        data.setup()
-    plain: Any = torch.nn.Linear(1, 1)
-    plain.tokenizer = other_end()
-    data = conversations()
-    data.trainer = trainer_of(plain)
-    with pytest.raises(ValueError, match=r"Linear\.tokenizer"):
-        data.setup()
-
-
-def test_data_that_was_tokenised_for_another_module_is_refused(model: str) -> None:
+    with pytest.raises(ValueError, match=rf"Own.tokenizer and {given} differ in chat template"):
+        setup_for(conversations(), Own(model))
     data = conversations(tokenizer=None)
-    data.trainer = trainer_of(SFTModule(model))
-    data.setup()
-    data.setup()
-    other = SFTModule(model)
-    other.tokenizer = templated()
-    data.trainer = trainer_of(other)
+    for _ in range(2):
+        setup_for(data, SFTModule(model))
     with pytest.raises(ValueError, match=r"an earlier run of this SFTDataModule differ in chat template: .*new Data"):
-        data.setup()
+        setup_for(data, module)
 
 
-def test_data_that_was_opened_alone_brings_its_tokenizer_to_the_run(model: str) -> None:
-    data, module = conversations(), SFTModule(model)
-    data.setup()
-    data.trainer = trainer_of(module)
-    data.setup()
-    assert module.tokenizer.chat_template == TEMPLATE
-
-
-def test_a_tokenizer_without_padding_pads_with_its_end(model: str) -> None:
-    tokenizer, module = templated(), SFTModule(model)
+def test_data_that_was_opened_alone_brings_its_tokenizer_to_the_run_which_pads_with_its_end(model: str) -> None:
+    tokenizer, module = chat_tokenizer(TEMPLATE), SFTModule(model)
     tokenizer.pad_token = None
     data = conversations(tokenizer=tokenizer)
-    data.trainer = trainer_of(module)
     data.setup()
-    assert module.tokenizer.pad_token == "<eos>"
+    setup_for(data, module)
+    assert (module.tokenizer.chat_template, module.tokenizer.pad_token) == (TEMPLATE, "<eos>")
     assert tokenizer.pad_token is None  # the user's own stays as it is
 
 
-def started(engine: RolloutEngine, model: str, tokenizer: Any, template: Any = None) -> Any:
-    engine.configure_tokenizer(tokenizer, template)
-    engine.start(model, dtype=torch.float32, load_weights=True)
-    return engine
-
-
 def test_engines_stop_where_the_tokenizer_of_the_run_says(model: str) -> None:
-    engine = started(LocalEngine(), model, other_end())
+    engine = LocalEngine()
+    engine.configure_tokenizer(other_end(), None)
+    engine.start(model, dtype=torch.float32, load_weights=True)
     bracket = tiny_tokenizer().convert_tokens_to_ids("]")
     assert bracket in engine._stops
     samples = engine.generate(
@@ -236,12 +184,12 @@ def test_engines_stop_where_the_tokenizer_of_the_run_says(model: str) -> None:
 def test_episodes_take_the_template_arguments_of_the_data(model: str) -> None:
     arguments = {"mark": "#", "tools": [{"name": "search"}]}
     group = Episodes(Game)
-    group.configure_tokenizer(templated(), arguments)
+    group.configure_tokenizer(chat_tokenizer(TEMPLATE), arguments)
     assert group.observations is not None
     assert group.observations.formatter.arguments == arguments
     with pytest.raises(ValueError, match=r"other chat_template_kwargs \(mark\).*give them to the DataModule alone"):
-        Episodes(Game, chat_template_kwargs={}).configure_tokenizer(templated(), arguments)
-    Episodes(Game, chat_template_kwargs={"mark": "#"}).configure_tokenizer(templated(), arguments)
+        Episodes(Game, chat_template_kwargs={}).configure_tokenizer(chat_tokenizer(TEMPLATE), arguments)
+    Episodes(Game, chat_template_kwargs={"mark": "#"}).configure_tokenizer(chat_tokenizer(TEMPLATE), arguments)
     endpoints = []
 
     def agent(connection: Any, prompt: Prompt) -> float:
@@ -249,21 +197,15 @@ def test_episodes_take_the_template_arguments_of_the_data(model: str) -> None:
         return 1.0
 
     agents = AgentEpisodes(agent)
-    runner = GroupRunner(started(LocalEngine(), model, templated()), agents)
-    runner.configure(templated(), arguments, model)
+    engine = LocalEngine()
+    engine.start(model, dtype=torch.float32, load_weights=True)
+    runner = GroupRunner(engine, agents)
+    runner.configure(chat_tokenizer(TEMPLATE), arguments, model)
     with pytest.raises(GroupError, match="sent no request"):
         runner.generate([Prompt(0, [5])], SamplingSpec(group_size=2, max_new_tokens=2), iteration=0)
     assert endpoints[0].observations.tokenizer.chat_template == TEMPLATE
     assert endpoints[0].observations.formatter.arguments == {"mark": "#"}  # requests bring tools of their own
     runner.close()
-
-
-def test_a_callback_refuses_other_template_arguments_at_setup(tmp_path: Path, model: str) -> None:
-    (tmp_path / "model").symlink_to(model)
-    group = Episodes(Game, chat_template_kwargs={"mark": "!"})
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=RolloutCallback(EnvironmentReward(), group=group))
-    with pytest.raises(ValueError, match=r"other chat_template_kwargs \(mark\)"):
-        trainer.fit(module, data)
 
 
 def test_vllm_finds_texts_only_with_the_vocabulary_of_the_run() -> None:
@@ -275,12 +217,12 @@ def test_vllm_finds_texts_only_with_the_vocabulary_of_the_run() -> None:
 
 
 def test_models_and_critics_elsewhere_have_the_tokenizer_of_the_run(tmp_path: Path, model: str) -> None:
-    mine = templated()
+    mine = chat_tokenizer(TEMPLATE)
     mine.add_special_tokens({"additional_special_tokens": ["x"]})
     reading = TextReading("text", mine, model, False)
     token_ids = torch.tensor([mine("axb")["input_ids"]])
     read, _ = reading.read(token_ids, torch.tensor([3]), torch.tensor([[True, True]]))
-    assert data_tokens(read[0].tolist()) == "ab"  # x is a control token of this run
+    assert tiny_tokenizer().decode(read[0].tolist()) == "ab"  # x is a control token of this run
     module = GRPOModule(model)
     assert module.given_tokenizer is None
     module.tokenizer = mine
@@ -302,6 +244,6 @@ def test_models_and_critics_elsewhere_have_the_tokenizer_of_the_run(tmp_path: Pa
     ],
 )
 def test_differences_of_tokenizers(change: Any, named: list[str]) -> None:
-    other = templated()
+    other = chat_tokenizer(TEMPLATE)
     change(other)
-    assert tokenizer_differences(templated(), other) == named
+    assert tokenizer_differences(chat_tokenizer(TEMPLATE), other) == named

@@ -4,13 +4,14 @@ Covers tokenization/chat.py too.
 """
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from tiny_models import ROLES, chat_tokenizer
 
 from rlhfkit.data.batch import TokenExample
-from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
+from rlhfkit.datamodules import SFTDataModule
 from rlhfkit.datamodules.tokenization.examples import split_example
 
 from ..test_sft import CHAT, examples, module
@@ -19,34 +20,26 @@ IDS = [5, 6, 7, 8]
 
 
 def only(row: dict[str, Any], **options: Any) -> TokenExample:
-    data = module([row], **options)
-    example: TokenExample = data.examples[0]
-    return example
+    return module([row], **options).examples[0]
 
 
 @pytest.mark.parametrize(
     ("more", "mask"),
     [
-        ({}, [True] * 4),
-        ({"labels": [-100, -100, 7, 8]}, [False, False, True, True]),
-        ({"loss_mask": [0, 1, 0, 1]}, [False, True, False, True]),
-        ({"completion_mask": [False, False, False, True]}, [False, False, False, True]),
-        ({"assistant_masks": [0, 0, 1, 1]}, [False, False, True, True]),
+        ({}, [1, 1, 1, 1]),
+        ({"labels": [-100, -100, 7, 8]}, [0, 0, 1, 1]),
+        ({"loss_mask": [0, 1, 0, 1]}, [0, 1, 0, 1]),
+        ({"completion_mask": [False, False, False, True]}, [0, 0, 0, 1]),
+        ({"assistant_masks": [0, 0, 1, 1]}, [0, 0, 1, 1]),
     ],
 )
-def test_token_ids_are_taken_as_they_are(more: dict[str, Any], mask: list[bool]) -> None:
-    assert only({"input_ids": IDS, **more}) == TokenExample(IDS, mask)
+def test_token_ids_are_taken_as_they_are(more: dict[str, Any], mask: list[int]) -> None:
+    assert only({"input_ids": IDS, **more}) == TokenExample(IDS, [*map(bool, mask)])
 
 
 def test_padding_is_left_out_and_columns_may_have_other_names() -> None:
     row = {"ids": [0, 0, *IDS], "target": [-100, -100, 5, -100, 7, 8], "attention_mask": [0, 0, 1, 1, 1, 1]}
     assert only(row, input_ids="ids", labels="target") == TokenExample(IDS, [True, False, True, True])
-
-
-def test_tokens_and_text_learn_the_same() -> None:
-    text = module([{"prompt": "1+1=", "completion": "2"}]).examples[0]
-    labels = [token if mark else -100 for token, mark in zip(text.input_ids, text.loss_mask, strict=True)]
-    assert only({"input_ids": text.input_ids, "labels": labels}) == text
 
 
 @pytest.mark.parametrize(
@@ -58,7 +51,6 @@ def test_tokens_and_text_learn_the_same() -> None:
         ({"input_ids": "5 6"}, "column 'input_ids' of the given rows, row 0, must hold a list of integers"),
         ({"input_ids": [5, 10_000]}, "has the token 10000, and the tokenizer has 0 to"),
         ({"input_ids": []}, "has no token"),
-        ({"input_ids": IDS, "text": "a"}, "which fit several kinds of data: name the one"),
         ({"input_ids": IDS, "labels": IDS, "loss_mask": [1] * 4}, "which fit several kinds of data"),
     ],
 )
@@ -72,16 +64,12 @@ def test_a_split_document_is_learned_once_token_for_token() -> None:
         for length in (2, 3, 7):
             whole = TokenExample(list(range(100, 100 + count)), [i % 3 != 1 for i in range(count)])
             parts = split_example(whole, length)
-            learned = [
-                (part.input_ids[place - 1], part.input_ids[place])
-                for part in parts
-                for place in range(1, len(part.input_ids))
-                if part.loss_mask[place]
-            ]
+            each = (zip(pairwise(part.input_ids), part.loss_mask[1:], strict=True) for part in parts)
+            learned = [pair for part in each for pair, mark in part if mark]
             expected = [(99 + i, 100 + i) for i in range(1, count) if i % 3 != 1]
             assert learned == expected, "each token once, after the token before it"
-            assert all(len(part.input_ids) <= length for part in parts)
-            assert all(len(part.input_ids) == length for part in parts[:-1])
+            assert [len(part.input_ids) for part in parts[:-1]] == [length] * (len(parts) - 1)
+            assert len(parts[-1].input_ids) <= length
 
 
 def test_long_rows_are_split_and_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -89,8 +77,6 @@ def test_long_rows_are_split_and_counted(caplog: pytest.LogCaptureFixture) -> No
     assert [text for text, _ in examples(data)] == ["abcd", "defg", "g$", "h$"]
     assert data.examples.rows == [0, 0, 0, 1]
     assert "1 of 2 rows were split into parts of max_length 4" in caplog.text
-    with pytest.raises(ValueError, match="overlong must be 'truncate', 'drop' or 'error', got 'split'"):
-        PreferenceDataModule([{"prompt": "a", "chosen": "b", "rejected": "c"}], overlong="split")
 
 
 TOOLED = "{% if tools %}[{% for t in tools %}{{ t.function.name }}{% endfor %}]{% endif %}" + ROLES
@@ -99,11 +85,7 @@ SUB = {"type": "function", "function": {"name": "sub", "description": "less"}}
 
 
 def test_tools_of_a_row_are_given_to_its_template() -> None:
-    rows = [
-        {"messages": CHAT[:2], "tools": json.dumps([ADD, SUB])},
-        {"messages": CHAT[:2], "tools": None},
-        {"messages": CHAT[:2], "tools": ""},
-    ]
+    rows = [{"messages": CHAT[:2], "tools": tools} for tools in (json.dumps([ADD, SUB]), None, "")]
     found = [text for text, _ in examples(module(rows, tokenizer=chat_tokenizer(TOOLED)))]
     assert found == ["[addsub]<u>1;<a>ab;$", "<u>1;<a>ab;$", "<u>1;<a>ab;$"]
     as_lists = [{"messages": CHAT[:2], "tools": [ADD]}, {"messages": CHAT[:2], "tools": [SUB]}]
@@ -118,20 +100,15 @@ def test_system_and_template_of_a_row_override_those_of_all() -> None:
         {"messages": CHAT[:2], "system": "S", "chat_template_kwargs": None},
         {"messages": CHAT[:2], "system": None, "chat_template_kwargs": None},
         {"messages": CHAT[:2], "system": "", "chat_template_kwargs": {"chat_template": "*" + ROLES}},
+        {"messages": [{"role": "system", "content": "U"}, *CHAT[:2]], "system": None, "chat_template_kwargs": None},
     ]
     data = module(rows, tokenizer=chat_tokenizer(), system="T")
     assert examples(data) == [
         ("<s>S;<u>1;<a>ab;$", "_____________ab;$"),
         ("<s>T;<u>1;<a>ab;$", "_____________ab;$"),
         ("*<u>1;<a>ab;$", "_________ab;$"),
+        ("<s>U;<u>1;<a>ab;$", "_____________ab;$"),
     ]
-
-
-def test_prompts_have_tools_and_system_messages_too() -> None:
-    row = {"prompt": "1", "tools": [ADD], "system": "S"}
-    data = PromptDataModule([row], rollout_batch_size=1, tokenizer=chat_tokenizer(TOOLED))
-    data.setup()
-    assert data.tokenizer.decode(data.prompt_queue().take(1)[0].token_ids.tolist()) == "[add]<s>S;<u>1;<a>"
 
 
 @pytest.mark.parametrize(
