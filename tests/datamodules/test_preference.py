@@ -1,13 +1,17 @@
-"""Preference data: where the prompt ends, what is cut, what is dropped, and steps in a real Trainer."""
+"""Preference data: where the prompt ends, what is cut, what is dropped. Covers unpaired.py too."""
 
 import logging
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 from tiny_models import chat_tokenizer, tiny_tokenizer
 
-from rlhfkit.datamodules import PreferenceDataModule
+from rlhfkit.data.batch import TokenExample
+from rlhfkit.data.formats import UnpairedExample
+from rlhfkit.data.loaders.steps import ExampleTable
+from rlhfkit.datamodules import PreferenceDataModule, UnpairedPreferenceDataModule
 
 Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "chosen": "x" * (i % 4) + str(i + 1), "rejected": "y" * (i % 3 + 1)} for i in range(11)]
@@ -21,25 +25,25 @@ def assistant(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
 
 
+TURNS = [user("1"), assistant("o"), user("2")]
+
+
 def module(data: Any, **options: Any) -> PreferenceDataModule:
     made = PreferenceDataModule(data, **({"tokenizer": tiny_tokenizer()} | options))
     made.setup("fit")
     return made
 
 
+def shown(answer: TokenExample) -> str:
+    """The whole text with everything that is not the answer in front of a bar, and $ for the end."""
+    tokens, start = tiny_tokenizer().convert_ids_to_tokens(answer.input_ids), answer.loss_mask.index(True)
+    assert all(answer.loss_mask[start:])
+    return ("".join(tokens[:start]) + "|" + "".join(tokens[start:])).replace("<eos>", "$")
+
+
 def read(data: PreferenceDataModule) -> list[tuple[str, str]]:
-    """Both answers of each pair: the whole text with everything that is not the answer in front of a bar."""
-    pairs = []
-    for index in range(len(data.examples)):
-        pair, texts = data.examples[index], []
-        for answer in (pair.chosen, pair.rejected):
-            tokens = tiny_tokenizer().convert_ids_to_tokens(answer.input_ids)
-            start = answer.loss_mask.index(True)
-            assert all(answer.loss_mask[start:])
-            text = "".join(tokens[:start]) + "|" + "".join(tokens[start:])
-            texts.append(text.replace("<eos>", "$"))
-        pairs.append((texts[0], texts[1]))
-    return pairs
+    pairs = (data.examples[index] for index in range(len(data.examples)))
+    return [(shown(pair.chosen), shown(pair.rejected)) for pair in pairs]
 
 
 def test_answers_and_their_end_of_sequence_token_are_selected(write_rows: Write) -> None:
@@ -57,13 +61,7 @@ def test_answers_and_their_end_of_sequence_token_are_selected(write_rows: Write)
         ({"prompt": "1", "chosen": "x", "rejected": "y"}, "<u>1;<a>|"),
         ({"prompt": "1", "chosen": [user("1"), assistant("x")], "rejected": [user("1"), assistant("y")]}, "<u>1;<a>|"),
         ({"chosen": [user("1"), assistant("x")], "rejected": [user("1"), assistant("y")]}, "<u>1;<a>|"),
-        (
-            {
-                "chosen": [user("1"), assistant("o"), user("2"), assistant("x")],
-                "rejected": [user("1"), assistant("o"), user("2"), assistant("y")],
-            },
-            "<u>1;<a>o;<u>2;<a>|",
-        ),
+        ({"chosen": [*TURNS, assistant("x")], "rejected": [*TURNS, assistant("y")]}, "<u>1;<a>o;<u>2;<a>|"),
     ],
 )
 def test_prompt_of_a_conversation_is_found(row: dict[str, Any], expected: str) -> None:
@@ -127,14 +125,68 @@ def test_margins_stay_with_their_pairs() -> None:
             module([row | {"gap": wrong} for row in ROWS], margin="gap")
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "message"),
-    [
-        (ROWS, {"chosen": "best"}, "chosen='best' is not a column"),
-        ([{"chosen": "a", "rejected": [assistant("b")]}], {}, "must both hold text or both hold chat messages"),
-        (ROWS, {"messages": "m"}, "has no argument 'messages'"),
-    ],
-)
-def test_mistakes_are_named(rows: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        module(rows, **options)
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="chosen='best' is not a column"):
+        module(ROWS, chosen="best")
+    with pytest.raises(ValueError, match="must both hold text or both hold chat messages"):
+        module([{"chosen": "a", "rejected": [assistant("b")]}])
+
+
+# --- single answers with labels
+
+LABELLED = [{"prompt": f"{i}+{i}=", "completion": f"x{2 * i}", "label": i % 3 == 0} for i in range(6)]
+
+
+def opened(data: Any, **arguments: Any) -> ExampleTable[UnpairedExample]:
+    made = UnpairedPreferenceDataModule(data, tokenizer=tiny_tokenizer(), **{"max_length": 32} | arguments)
+    made.setup()
+    return made.examples
+
+
+def texts(examples: ExampleTable[UnpairedExample]) -> list[tuple[str, bool]]:
+    each = (examples[index] for index in range(len(examples)))
+    return [(shown(example.answer), example.desirable) for example in each]
+
+
+@pytest.mark.parametrize("words", [("yes", "no"), ("desirable", "undesirable"), ("Chosen", "Rejected"), (1.0, 0.0)])
+def test_labels_may_be_numbers_and_words(write_rows: Write, words: tuple[Any, Any]) -> None:
+    rows = [row | {"label": words[0] if row["label"] else words[1]} for row in LABELLED]
+    assert opened(write_rows(rows)).values["desirable"] == [row["label"] for row in LABELLED]
+
+
+@pytest.mark.parametrize("value", ["maybe", 0.7, 2, -1])
+def test_a_label_that_is_neither_is_refused(value: Any) -> None:
+    row = {"prompt": "a", "completion": "b"}
+    with pytest.raises(ValueError, match=r"column 'label' of .*row 0, must hold a boolean"):
+        opened([row | {"label": value}])
+    with pytest.raises(ValueError, match="SFTDataModule, which reads such columns"):
+        opened([row])
+
+
+def test_labels_stay_with_their_answers_when_rows_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [row | {"prompt": "long" * 20} if i in (0, 4) else row for i, row in enumerate(LABELLED)]
+    with caplog.at_level(logging.INFO):
+        examples = opened(rows, overlong="drop")
+    assert texts(examples) == [(f"{i}+{i}=|x{2 * i}$", i == 3) for i in (1, 2, 3, 5)]
+    assert "2 of 6 rows were dropped" in caplog.text
+    assert "1 desirable answers of 4" in caplog.text
+
+
+def test_a_pair_becomes_two_rows() -> None:
+    rows = [{"prompt": f"{i}?", "chosen": "good", "rejected": "bad" if i else "bad" * 20} for i in range(3)]
+    examples = opened(rows, overlong="drop")
+    expected = [("0?|good$", True)]
+    expected += [(f"{i}?|{word}$", word == "good") for i in (1, 2) for word in ("good", "bad")]
+    assert texts(examples) == expected
+
+
+def test_sources_are_mixed_and_token_budgets_respected(write_rows: Write) -> None:
+    other = [{"prompt": f"{i}?", "chosen": "good", "rejected": "bad"} for i in range(4)]
+    weights = {write_rows(LABELLED, "a.jsonl"): 0.5, write_rows(other, "b.jsonl"): 0.5}
+    limits = {"max_length": 32, "max_tokens_per_micro_batch": 40}
+    data = UnpairedPreferenceDataModule(weights, tokenizer=tiny_tokenizer(), **limits)
+    data.trainer = L.Trainer(accelerator="cpu", logger=False, accumulate_grad_batches=2)
+    data.setup()
+    batches = list(data.train_dataloader())
+    assert all(int(batch.attention_mask.sum()) <= 40 for batch in batches)
+    assert [bool(batch.mismatched) for batch in batches] == [index % 2 == 0 for index in range(len(batches))]

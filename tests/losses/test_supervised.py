@@ -1,22 +1,13 @@
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from rlhfkit.losses import cross_entropy_loss, dft_loss
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl.json").read_text())["sft"]
+from .policy_cases import TRL, policy_batch
 
-
-def token_batch(seed: int = 0, sequences: int = 5, tokens: int = 7, dtype: torch.dtype = torch.float64):
-    """Random token log-probs and a mask with at least one selected token per sequence."""
-    generator = torch.Generator().manual_seed(seed)
-    logprobs = -torch.rand(sequences, tokens, generator=generator, dtype=torch.float64) * 3
-    mask = torch.rand(sequences, tokens, generator=generator) < 0.6
-    mask[:, 0] = True
-    return logprobs.to(dtype), mask
+GOLDEN = TRL["sft"]
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
@@ -32,7 +23,7 @@ def test_value_and_gradient_match_trl(case):
 
 
 def test_metrics_are_nll_and_perplexity_and_detached():
-    logprobs, mask = token_batch()
+    _, logprobs, _, mask = policy_batch()
     for loss in (cross_entropy_loss, dft_loss):
         output = loss(logprobs.clone().requires_grad_(), mask)
         torch.testing.assert_close(output.metrics["sft/nll"], -logprobs[mask].mean())

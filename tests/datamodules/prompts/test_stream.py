@@ -17,7 +17,6 @@ from tiny_models import tiny_tokenizer
 
 from rlhfkit import DynamicSampling, PromptDataModule
 from rlhfkit.datamodules import Mixture, PreferenceDataModule, SFTDataModule
-from rlhfkit.datamodules.prompts.cursor import IterationQueue
 
 from .drawing import Watch, advance, watched
 
@@ -54,7 +53,7 @@ def test_requeued_prompts_come_first_and_a_resumed_run_draws_what_the_straight_o
     if mixed:
         data = {data: 2, write_rows([row | {"prompt": row["prompt"] + "?"} for row in ROWS[:7]], "b.jsonl"): 1}
 
-    def history(made: PromptDataModule, first: int, count: int) -> list[tuple[list[str], Any]]:
+    def history(made: PromptDataModule, first: int, count: int) -> list[tuple[list[tuple[int, str]], list[int]]]:
         found = []
         for number in range(first, first + count):
             chance = random.Random(number)
@@ -62,33 +61,24 @@ def test_requeued_prompts_come_first_and_a_resumed_run_draws_what_the_straight_o
             drawn = [*queue.take(chance.randint(1, 9)), *queue.take(chance.randint(1, 9))]
             back = chance.sample(drawn, chance.randint(0, len(drawn) - 1))
             queue.requeue(back)
-            found.append(([prompt.text for prompt in drawn], [one.index for one in drawn if one not in back]))
+            found.append(([(one.index, one.text) for one in drawn], [one.index for one in drawn if one in back]))
             made.set_cursor(queue.after)
             torch.save(made.state_dict(), tmp_path / f"{number + 1}.pt")
         return found
 
     straight = history(module(data), 0, 12)
-    used = Counter(index for _, indices in straight for index in indices)
-    waiting = {number for number, _ in torch.load(tmp_path / "12.pt", weights_only=True)["postponed"]}
-    drawn = torch.load(tmp_path / "12.pt", weights_only=True)["next"][0]
+    waiting, used = list[int](), Counter[int]()
+    for drawn, back in straight:
+        indices = [index for index, _ in drawn]
+        assert indices[: len(waiting)] == waiting[: len(indices)]  # in the order of drawing, none twice
+        waiting = [*back, *waiting[len(indices) :]]
+        used.update({*indices} - {*back})
     assert set(used.values()) == {1}
-    assert set(used) | waiting == set(range(drawn))
+    assert {*used, *waiting} == {*range(max(index for drawn, _ in straight for index, _ in drawn) + 1)}
     for stop in range(1, 12):
         resumed = module(data)
         resumed.load_state_dict(torch.load(tmp_path / f"{stop}.pt", weights_only=True))
         assert history(resumed, stop, 12 - stop) == straight[stop:]
-
-
-def test_requeued_prompts_come_first_in_the_order_of_drawing(write_rows: Write) -> None:
-    data = module(write_rows(ROWS))
-    first = data.prompt_queue()
-    drawn = first.take(7)
-    first.requeue([drawn[2], drawn[0]])
-    later = IterationQueue(first._prompts, first.cursor)
-    assert [prompt.index for prompt in later.take(3)] == [0, 2, 7]
-    assert [prompt.index for prompt in later.take(1)] == [8]
-    later.requeue(later.take(1))
-    assert [prompt.index for prompt in later.take(2)] == [10, 11]  # none is drawn twice
 
 
 def test_little_of_an_endless_source_is_read_ahead_or_kept() -> None:

@@ -3,16 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.losses import (
-    discounted_returns,
-    gae,
-    group_advantages,
-    kl_estimate,
-    length_adaptive_lambda,
-    ppo_loss,
-    value_loss,
-    whiten,
-)
+from rlhfkit import losses
 from rlhfkit.losses.advantages.rewards import token_rewards
 
 from ..policy_cases import FIELD, OPENRLHF, TRL, gradient, policy_batch, tensors
@@ -29,23 +20,18 @@ def openrlhf_advantages(name):
     """Advantages and returns with OpenRLHF's pipeline and our parts; penalised rewards are taken as recorded."""
     rewards = torch.tensor(OPENRLHF["adv"][name]["rewards_after_penalty"], dtype=torch.float64).flatten()
     mask, kl, coef = OPENRLHF_INPUTS["action_mask"], OPENRLHF_INPUTS["kl"], OPENRLHF["adv_inputs"]["kl_coef"]
-    if name in ("gae", "reinforce"):
+    if name == "gae":
         shaped = token_rewards(rewards, mask, penalty=coef * kl)
-        if name == "reinforce":
-            returns = discounted_returns(shaped, mask)
-            return whiten(returns, mask), returns
-        advantages, returns = gae(shaped, OPENRLHF_INPUTS["values"], mask, lam=1.0)
-        return whiten(advantages, mask), returns
+        advantages, returns = losses.gae(shaped, OPENRLHF_INPUTS["values"], mask, lam=1.0)
+        return losses.whiten(advantages, mask), returns
     if name.startswith("group_norm"):
-        rewards = group_advantages(rewards, GROUP, eps=1e-9)
-        rewards = rewards.clamp(-0.5, 0.5) if name.endswith("clip.5") else rewards.clamp(-10.0, 10.0)
-    else:
-        centred = group_advantages(rewards, GROUP, scale="none")
-        if name.startswith("reinforce_baseline"):
-            returns = discounted_returns(token_rewards(centred, mask, penalty=coef * kl), mask)
-            return whiten(returns, mask, scale_std=not name.endswith("nostd")), returns
-        rewards = centred
-    returns = discounted_returns(token_rewards(rewards, mask, penalty=coef * kl), mask)
+        limit = 0.5 if name.endswith("clip.5") else 10.0
+        rewards = losses.group_advantages(rewards, GROUP, eps=1e-9).clamp(-limit, limit)
+    elif name != "reinforce":
+        rewards = losses.group_advantages(rewards, GROUP, scale="none")
+    returns = losses.discounted_returns(token_rewards(rewards, mask, penalty=coef * kl), mask)
+    if name.startswith("reinforce"):
+        return losses.whiten(returns, mask, scale_std=not name.endswith("nostd")), returns
     return returns, returns
 
 
@@ -64,17 +50,17 @@ def test_verl_golden_gae_and_reinforce():
     mask = inputs["mask"].bool()
     rewards = token_rewards(inputs["reward"], mask)
     recorded = tensors(golden["gae_.99_.95_whitened"])
-    advantages, returns = gae(rewards, recorded["values"], mask, gamma=0.99, lam=0.95)
+    advantages, returns = losses.gae(rewards, recorded["values"], mask, gamma=0.99, lam=0.95)
     float32_inside_verl = {"rtol": 1e-6, "atol": 1e-6}
-    torch.testing.assert_close(
-        whiten(advantages, mask, unbiased=True)[mask], recorded["adv"][mask], **float32_inside_verl
-    )
+    whitened = losses.whiten(advantages, mask, unbiased=True)
+    torch.testing.assert_close(whitened[mask], recorded["adv"][mask], **float32_inside_verl)
     torch.testing.assert_close(returns[mask], recorded["ret"][mask], **float32_inside_verl)
     # Quirk: verl whitens with the unbiased variance, the paper's code and OpenRLHF with the biased one.
     recorded = tensors(golden["reinforce_plus_plus"])
-    returns = discounted_returns(rewards, mask)
+    returns = losses.discounted_returns(rewards, mask)
     torch.testing.assert_close(returns[mask], recorded["ret"][mask])
-    torch.testing.assert_close(whiten(returns, mask, unbiased=True)[mask], recorded["adv"][mask], **float32_inside_verl)
+    whitened = losses.whiten(returns, mask, unbiased=True)
+    torch.testing.assert_close(whitened[mask], recorded["adv"][mask], **float32_inside_verl)
 
 
 @pytest.mark.parametrize("case", TRL["ppo"]["cases"], ids=["plain", "whitened rewards"])
@@ -87,18 +73,18 @@ def test_trl_golden_ppo_from_rewards_to_gradients(case):
     states = torch.arange(7) <= last + 1
     # The Bessel factor is float32 inside TRL, and eps is added to the variance.
     tolerance = {"rtol": 5e-7, "atol": 5e-7}
-    kl = kl_estimate(inputs["logprobs"], inputs["ref_logprobs"], estimator=args["kl_estimator"], mask=actions)
+    kl = losses.kl_estimate(inputs["logprobs"], inputs["ref_logprobs"], estimator=args["kl_estimator"], mask=actions)
     rewards = token_rewards(inputs["scores"], states, penalty=args["kl_coef"] * kl)
     if args["whiten_rewards"]:
-        rewards = whiten(rewards, states, shift_mean=False, unbiased=True)
+        rewards = losses.whiten(rewards, states, shift_mean=False, unbiased=True)
     torch.testing.assert_close(rewards, torch.tensor(case["rewards"], dtype=torch.float64), **tolerance)
-    advantages, returns = gae(rewards, inputs["values"], states, gamma=args["gamma"], lam=args["lam"])
+    advantages, returns = losses.gae(rewards, inputs["values"], states, gamma=args["gamma"], lam=args["lam"])
     torch.testing.assert_close(returns, torch.tensor(case["returns"], dtype=torch.float64), **tolerance)
-    advantages = whiten(advantages, actions, unbiased=True)
+    advantages = losses.whiten(advantages, actions, unbiased=True)
     torch.testing.assert_close(advantages, torch.tensor(case["advantages"], dtype=torch.float64), **tolerance)
     logprobs, values = inputs["new_logprobs"].requires_grad_(), inputs["new_values"].requires_grad_()
-    policy = ppo_loss(logprobs, inputs["logprobs"], advantages, actions).loss
-    critic = value_loss(values, inputs["values"], returns, states, clip=args["cliprange_value"]).loss
+    policy = losses.ppo_loss(logprobs, inputs["logprobs"], advantages, actions).loss
+    critic = losses.value_loss(values, inputs["values"], returns, states, clip=args["cliprange_value"]).loss
     assert policy.item() == pytest.approx(case["pg_loss"], rel=1e-6)
     assert critic.item() == pytest.approx(case["vf_loss"], rel=1e-6)
     total = policy + args["vf_coef"] * critic
@@ -134,20 +120,20 @@ def test_gae_is_the_recursion_over_actions(seed, steps, gamma, lam):
     for given_last in (None, last):
         bootstrap = torch.zeros(5, dtype=torch.float64) if given_last is None else given_last
         expected = gae_by_definition(rewards, values, mask, gamma, lam, bootstrap)
-        advantages, returns = gae(*holes, mask, gamma=gamma, lam=lam, last_values=given_last)
+        advantages, returns = losses.gae(*holes, mask, gamma=gamma, lam=lam, last_values=given_last)
         torch.testing.assert_close(advantages, expected)
         torch.testing.assert_close(returns, torch.where(mask, expected + values, 0.0))
 
 
 def test_length_adaptive_lambda():
-    got = length_adaptive_lambda(torch.tensor([10, 20, 40, 400, 0]))
+    got = losses.length_adaptive_lambda(torch.tensor([10, 20, 40, 400, 0]))
     torch.testing.assert_close(got, torch.tensor([0.0, 0.0, 0.5, 0.95, 0.0]))
-    assert length_adaptive_lambda(torch.tensor([40]), alpha=0.25).item() == pytest.approx(0.9)
+    assert losses.length_adaptive_lambda(torch.tensor([40]), alpha=0.25).item() == pytest.approx(0.9)
 
 
 def test_long_sequences_take_few_steps_and_stay_exact():
     rewards = torch.zeros(1, 5000, dtype=torch.float64)
     rewards[0, -1] = 1.0
-    got = discounted_returns(rewards, torch.ones(1, 5000), gamma=0.999)
+    got = losses.discounted_returns(rewards, torch.ones(1, 5000), gamma=0.999)
     expected = 0.999 ** torch.arange(4999, -1, -1, dtype=torch.float64)
     torch.testing.assert_close(got[0], expected)

@@ -8,11 +8,9 @@ import sys
 import pytest
 import torch
 
-from rlhfkit.losses import linear_logprobs
 from rlhfkit.losses.fused_head import tiles
 
-from ..head_cases import random_head
-from .test_logprobs import KNOBS
+from .test_logprobs import KNOBS, fused, random_head
 
 pytestmark = pytest.mark.long
 
@@ -26,12 +24,9 @@ def compiling(monkeypatch):
 
 
 def head_results(head, dtype, entropy, knobs):
-    case = head.to(dtype)
-    output = linear_logprobs(case.hidden, case.weight, case.targets, bias=case.bias, entropy=entropy, chunk=10, **knobs)
-    loss = output.logprobs.square().sum() if output.entropy is None else (output.logprobs * output.entropy).sum()
-    parts = (output.logprobs, output.entropy)
-    gradients = torch.autograd.grad(loss, case.leaves)
-    return [part for part in (*parts, *gradients) if part is not None]
+    head = head.to(dtype)
+    results = [part for part in fused(head, entropy=entropy, chunk=10, **knobs) if part is not None]
+    return [*results, *torch.autograd.grad(sum(part.square().sum() for part in results), head.leaves)]
 
 
 @pytest.mark.parametrize(

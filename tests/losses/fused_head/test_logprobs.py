@@ -1,16 +1,16 @@
 """Log-probs and entropy of the fused head against dense logits, and its memory. Covers tiles.py."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from rlhfkit.losses import linear_logprobs, logits_logprobs
 from rlhfkit.losses.fused_head.tiles import RunningSoftmax, tile_statistics
-
-from ..head_cases import dense_logprobs, random_head
 
 KNOBS = [
     {},
@@ -19,6 +19,43 @@ KNOBS = [
     {"logit_softcap": 2.0},
     {"logit_softcap": 1.5, "logit_scale": 0.8, "temperature": 0.6},
 ]
+
+
+class Head(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+
+    def to(self, dtype: torch.dtype) -> "Head":
+        """Leaves of their own in another dtype."""
+        return Head(*(tensor.detach().to(dtype).requires_grad_() for tensor in self[:3]), self.targets)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [tensor for tensor in self[:3] if tensor is not None]
+
+
+def random_head(*leading: int, width: int = 5, vocabulary: int = 11, dtype: torch.dtype = torch.float64) -> Head:
+    """Hidden states (..., H) with random weight (V, H), bias (V,) and targets (...)."""
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(vocabulary, leading, generator=generator)
+    shapes = (*leading, width), (vocabulary, width), (vocabulary,)
+    return Head(*(torch.randn(*shape, generator=generator).double() for shape in shapes), targets).to(dtype)
+
+
+def fused(head: Head, **knobs):
+    return linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, **knobs)
+
+
+def dense(head: Head, *, temperature: float = 1.0, logit_softcap: float | None = None, logit_scale: float = 1.0):
+    """Log-probs and entropy by way of all logits, with nothing but torch's own functions."""
+    logits = torch.nn.functional.linear(head.hidden, head.weight, head.bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    if logit_softcap is not None:
+        logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    distribution = torch.distributions.Categorical(logits=logits / temperature, validate_args=False)
+    return distribution.log_prob(head.targets), distribution.entropy()
 
 
 class LargestTensor(TorchDispatchMode):
@@ -44,30 +81,25 @@ def gradients_of(values, leaves):
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_values_and_gradients_equal_the_dense_head(knobs, with_bias, entropy, dtype):
     head = random_head(2, 4, vocabulary=50, dtype=dtype)
-    leaves = head.leaves if with_bias else head.leaves[:2]
-    inputs, knobs = (head.hidden, head.weight, head.targets), knobs | {"bias": head.bias if with_bias else None}
-    ours = linear_logprobs(*inputs, entropy=entropy, chunk=16, **knobs)
-    dense = dense_logprobs(*inputs, **knobs)
-    for mine, theirs in zip(ours[: 1 + entropy], dense[: 1 + entropy], strict=True):
+    head = head if with_bias else head._replace(bias=None)
+    ours = fused(head, entropy=entropy, chunk=16, **knobs)
+    for mine, theirs in zip(ours[: 1 + entropy], dense(head, **knobs)[: 1 + entropy], strict=True):
         torch.testing.assert_close(mine, theirs)
-        torch.testing.assert_close(gradients_of(mine, leaves), gradients_of(theirs, leaves))
+        torch.testing.assert_close(gradients_of(mine, head.leaves), gradients_of(theirs, head.leaves))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_dtypes_are_as_exact_as_the_dense_head(dtype):
     head = random_head(64, width=32, vocabulary=300, dtype=dtype)
-    exact = head.to(torch.float64)
 
-    def errors(function, leaves):
-        logprobs, entropy = function(leaves.hidden, leaves.weight, leaves.targets, bias=leaves.bias, temperature=3.0)
-        gradients = torch.autograd.grad(logprobs.mean() + entropy.mean(), leaves.leaves)
-        return [logprobs, entropy, *gradients]
+    def results(function, head, **knobs):
+        logprobs, entropy = function(head, temperature=3.0, **knobs)
+        return [logprobs, entropy, *torch.autograd.grad(logprobs.mean() + entropy.mean(), head.leaves)]
 
-    reference = errors(dense_logprobs, exact)
-    dense = errors(dense_logprobs, head)
-    ours = errors(lambda *args, **knobs: linear_logprobs(*args, entropy=True, chunk=64, **knobs), head)
+    exact, rough = results(dense, head.to(torch.float64)), results(dense, head)
+    ours = results(fused, head, entropy=True, chunk=64)
     assert [tensor.dtype for tensor in ours] == [torch.float32] * 2 + [dtype] * 3
-    for mine, theirs, truth in zip(ours, dense, reference, strict=True):
+    for mine, theirs, truth in zip(ours, rough, exact, strict=True):
         allowed = 1.5 * (theirs.double() - truth).norm() + 1e-7 * truth.norm()  # different order of summation
         assert (mine.double() - truth).norm() <= allowed
 
@@ -86,9 +118,9 @@ def test_more_tokens_than_one_tile_has_rows(dtype):
     head = random_head(4100, width=3, vocabulary=7, dtype=dtype)
     exact = head.to(torch.float64)
     weights = torch.linspace(-1, 1, 4100)
-    logprobs = linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, chunk=4).logprobs
+    logprobs = fused(head, chunk=4).logprobs
     gradients = torch.autograd.grad((logprobs * weights).sum(), head.leaves)
-    expected, _ = dense_logprobs(exact.hidden, exact.weight, exact.targets, bias=exact.bias)
+    expected, _ = dense(exact)
     references = torch.autograd.grad((expected * weights).sum(), exact.leaves)
     # bfloat16 has 8 bits; each of the three gradients goes through two or three roundings.
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -102,9 +134,7 @@ def test_nothing_as_large_as_the_logits_is_ever_allocated(entropy, softcap):
     tokens, vocabulary, width, chunk = 64, 4096, 8, 256
     head = random_head(tokens, width=width, vocabulary=vocabulary, dtype=torch.float32)
     with LargestTensor() as mode:
-        output = linear_logprobs(
-            head.hidden, head.weight, head.targets, bias=head.bias, entropy=entropy, chunk=chunk, logit_softcap=softcap
-        )
+        output = fused(head, entropy=entropy, chunk=chunk, logit_softcap=softcap)
         loss = output.logprobs.sum() if output.entropy is None else output.logprobs.sum() + output.entropy.sum()
         loss.backward()
     assert head.weight.grad is not None
@@ -113,12 +143,10 @@ def test_nothing_as_large_as_the_logits_is_ever_allocated(entropy, softcap):
 
 def test_vocabulary_entries_with_a_bias_of_minus_infinity_do_not_exist():
     head = random_head(6, vocabulary=12)
-    targets = head.targets % 7
-    bias = head.bias.detach().clone()
-    bias[7:] = -torch.inf  # the last tile of four has no finite logit
-    small, full = head.weight[:7], head.weight
-    expected = linear_logprobs(head.hidden, small, targets, bias=bias[:7], entropy=True)
-    output = linear_logprobs(head.hidden, full, targets, bias=bias, entropy=True, chunk=4)
+    # The last tile of four has no finite logit.
+    head = head._replace(targets=head.targets % 7, bias=head.bias.detach().where(torch.arange(12) < 7, -torch.inf))
+    expected = fused(head._replace(weight=head.weight[:7], bias=head.bias[:7]), entropy=True)
+    output = fused(head, entropy=True, chunk=4)
     for mine, theirs in zip(output, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
         torch.testing.assert_close(gradients_of(mine, head.leaves[:2]), gradients_of(theirs, head.leaves[:2]))
@@ -138,18 +166,14 @@ def test_autocast_computes_the_products_as_linear_does():
     head = random_head(16, width=8, vocabulary=40, dtype=torch.float32)
     narrow = head.to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        logprobs = linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, chunk=16).logprobs
-        dense, _ = dense_logprobs(head.hidden, head.weight, head.targets, bias=head.bias)
-    gradients = torch.autograd.grad(logprobs.sum(), head.leaves)
-    plain = linear_logprobs(narrow.hidden, narrow.weight, narrow.targets, bias=narrow.bias, chunk=16).logprobs
+        logprobs, expected = fused(head, chunk=16).logprobs, dense(head)[0]
+    gradients, plain = torch.autograd.grad(logprobs.sum(), head.leaves), fused(narrow, chunk=16).logprobs
     assert logprobs.dtype == torch.float32
     assert torch.equal(logprobs, plain)
-    torch.testing.assert_close(logprobs, dense)
+    torch.testing.assert_close(logprobs, expected)
     assert [gradient.dtype for gradient in gradients] == [torch.float32] * 3
-    for gradient, expected in zip(gradients, torch.autograd.grad(plain.sum(), narrow.leaves), strict=True):
-        torch.testing.assert_close(
-            gradient.bfloat16(), expected, rtol=2**-7, atol=1e-3
-        )  # expected is rounded once more
+    for gradient, rounded in zip(gradients, torch.autograd.grad(plain.sum(), narrow.leaves), strict=True):
+        torch.testing.assert_close(gradient.bfloat16(), rounded, rtol=2**-7, atol=1e-3)  # once more
 
 
 def test_a_float32_head_on_bfloat16_hidden_states_is_computed_in_float32():
@@ -174,7 +198,7 @@ def test_the_weight_may_be_away_between_forward_and_backward():
     weight.data = full.clone()
     full.fill_(torch.nan)  # nothing may still read the old memory
     logprobs.sum().backward(retain_graph=True)
-    expected, _ = dense_logprobs(head.hidden, head.weight, head.targets)
+    expected, _ = dense(head._replace(bias=None))
     torch.testing.assert_close(weight.grad, torch.autograd.grad(expected.sum(), head.weight)[0])
     weight.data = torch.empty(0, dtype=full.dtype)
     with pytest.raises(RuntimeError, match="did not gather it again"):
@@ -185,17 +209,17 @@ def test_backward_saves_the_weight_itself_and_nothing_else_of_its_size():
     head = random_head(4, vocabulary=50)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, entropy=True, chunk=20)
+        fused(head, entropy=True, chunk=20)
     large = [tensor for tensor in saved if tensor.numel() >= head.weight.numel()]
     assert [tensor.data_ptr() for tensor in large] == [head.weight.data_ptr()]
 
 
 def test_no_tokens_give_no_log_probs_and_a_gradient_of_zero():
     head = random_head(0)
-    output = linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, entropy=True)
+    output = fused(head, entropy=True)
     assert output.logprobs.shape == output.entropy.shape == (0,)
-    for gradient in torch.autograd.grad(output.logprobs.sum() + output.entropy.sum(), head.leaves):
-        assert torch.equal(gradient, torch.zeros_like(gradient))
+    gradients = torch.autograd.grad(output.logprobs.sum() + output.entropy.sum(), head.leaves)
+    assert not any(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("knobs", [{}, {"temperature": 0.7}], ids=str)

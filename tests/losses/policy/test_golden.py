@@ -4,41 +4,11 @@ Where a project does something that is left behind on purpose, the test says so 
 """
 
 import json
-from functools import partial
 
 import pytest
 import torch
 
-from rlhfkit.losses import (
-    CORRECTION_PRESETS,
-    bnpo_loss,
-    cispo_loss,
-    clip_cov_loss,
-    dapo_loss,
-    decoupled_ppo_loss,
-    dppo_loss,
-    dr_grpo_loss,
-    entropy_bonus,
-    gmpo_loss,
-    gpg_loss,
-    grpo_loss,
-    gspo_loss,
-    gspo_token_loss,
-    importance_weights,
-    kl_cov_loss,
-    kl_loss,
-    luspo_loss,
-    mismatch_metrics,
-    off_policy_sequence_mask,
-    on_policy_distillation_advantages,
-    ppo_loss,
-    reinforce_loss,
-    rloo_loss,
-    sapo_loss,
-    sum_losses,
-    top_entropy_mask,
-    vespo_loss,
-)
+from rlhfkit import losses
 from rlhfkit.losses.policy.base import policy_tokens
 
 from ..policy_cases import FIELD, OPENRLHF, TRL, gradient, tensors
@@ -56,6 +26,12 @@ VERL = {name: case for name, case in FIELD["verl_policy_loss"].items() if name !
 MOLT = FIELD["molt_policy_loss(clip .2/.28; cispo cap 1.28)"]
 
 
+def field(advantages="adv_seq"):
+    """Inputs of a policy loss; the first collects a gradient."""
+    leaf = FIELD_INPUTS["new"].clone().requires_grad_()
+    return leaf, FIELD_INPUTS["old"], FIELD_INPUTS[advantages], FIELD_INPUTS["mask"]
+
+
 def check(output, leaf, case, tolerance=1e-10):
     assert output.loss.item() == pytest.approx(case["loss"], rel=tolerance, abs=tolerance)
     expected = torch.tensor(case["grad"], dtype=torch.float64)
@@ -71,24 +47,24 @@ def trl_surrogate(case, leaf, mask, weights, reduction):
     if case["per_token_advantages"]:
         inputs = leaf, inputs[1], TRL_INPUTS["advantages_per_token"], mask
     if kind == "cispo":
-        return cispo_loss(*inputs, ratio_max=args["epsilon_high"], ratio_level=level, weights=weights)
+        return losses.cispo_loss(*inputs, ratio_max=args["epsilon_high"], ratio_level=level, weights=weights)
     if kind == "sapo":
-        return sapo_loss(*inputs, ratio_level=level, weights=weights)
+        return losses.sapo_loss(*inputs, ratio_level=level, weights=weights)
     if kind == "vespo":
         names = {"k_pos": "k_positive", "lambda_pos": "lambda_positive"}
         names |= {"k_neg": "k_negative", "lambda_neg": "lambda_negative"}
         given = {ours: args[f"vespo_{theirs}"] for theirs, ours in names.items() if f"vespo_{theirs}" in args}
-        return vespo_loss(*inputs, **given, weights=weights)
+        return losses.vespo_loss(*inputs, **given, weights=weights)
     if kind == "gmpo":
-        return gmpo_loss(*inputs)
+        return losses.gmpo_loss(*inputs)
     # Quirk: TRL clips a sequence's ratio with the 0.2 of a token's unless told otherwise.
     knobs = {"clip_low": args.get("epsilon", 0.2), "clip_high": args.get("epsilon_high", 0.2), "weights": weights}
-    if level == "sequence":
-        return luspo_loss(*inputs, **knobs) if kind == "luspo" else gspo_loss(*inputs, **knobs, **reduction)
-    if kind == "luspo":
-        return ppo_loss(*inputs, **knobs, **reduction)
-    named = {"grpo": grpo_loss, "dapo": dapo_loss, "bnpo": bnpo_loss, "dr_grpo": partial(dr_grpo_loss, max_length=12)}
-    return named[kind](*inputs, **knobs, delta=args.get("delta"))
+    if kind == "luspo" and level == "sequence":
+        return losses.luspo_loss(*inputs, **knobs)
+    if kind == "luspo" or level == "sequence":
+        return losses.ppo_loss(*inputs, **knobs, ratio_level=level, **reduction)
+    length = {"max_length": 12} if kind == "dr_grpo" else {}
+    return getattr(losses, f"{kind}_loss")(*inputs, **knobs, **length, delta=args.get("delta"))
 
 
 @pytest.mark.parametrize("name", TRL_CASES)
@@ -102,10 +78,10 @@ def test_trl_grpo_trainer(name):
     weights = TRL_INPUTS[f"importance_sampling_ratio_{case['vllm_is']}"] if case["vllm_is"] else None
     if "off_policy_mask_threshold" in args:
         sampled = TRL_INPUTS["sampling_per_token_logps" if case["uses_sampling_logps"] else case["old"]]
-        limit = args["off_policy_mask_threshold"]
-        weights = off_policy_sequence_mask(TRL_INPUTS["advantages"], leaf, sampled, mask, threshold=limit).double()
+        inputs, limit = (TRL_INPUTS["advantages"], leaf, sampled, mask), args["off_policy_mask_threshold"]
+        weights = losses.off_policy_sequence_mask(*inputs, threshold=limit).double()
     if "top_entropy_quantile" in args:
-        sure = top_entropy_mask(entropy, mask, fraction=args["top_entropy_quantile"])
+        sure = losses.top_entropy_mask(entropy, mask, fraction=args["top_entropy_quantile"])
         weights = sure.double()
     output = trl_surrogate(case, leaf, mask, weights, reduction)
     if "policy_loss" in case["metrics"]:
@@ -113,18 +89,18 @@ def test_trl_grpo_trainer(name):
     if "beta" in args:
         level = args.get("importance_sampling_level", "token")
         ratio = policy_tokens(leaf, TRL_INPUTS[case["old"]], TRL_INPUTS["advantages"], mask).ratio_of(level)
-        penalty = kl_loss(
+        penalty = losses.kl_loss(
             leaf, TRL_INPUTS["ref_per_token_logps"], mask, coef=args["beta"], importance_weight=ratio, **reduction
         )
         assert penalty.metrics["policy/ref_kl"].item() == pytest.approx(case["metrics"]["kl"], rel=1e-6)
-        output = sum_losses(output, penalty)
+        output = losses.sum_losses(output, penalty)
     if args.get("entropy_coef"):
         # Quirk: TRL's bonus is a mean over the tokens that pass the quantile, whatever the loss averages over.
-        bonus = entropy_bonus(entropy, sure, coef=args["entropy_coef"])
+        bonus = losses.entropy_bonus(entropy, sure, coef=args["entropy_coef"])
         torch.testing.assert_close(
             gradient(bonus.loss, entropy), torch.tensor(case["grad_entropies"], dtype=torch.float64)
         )
-        output = sum_losses(output, bonus)
+        output = losses.sum_losses(output, bonus)
     # TRL holds SAPO's temperatures in float32, in which 1.05 is off by 5e-8.
     check(output, leaf, case, 1e-6 if kind == "sapo" else 1e-10)
     if "clip_ratio/low_mean" in case["metrics"] and kind != "gmpo":
@@ -139,7 +115,7 @@ def test_trl_grpo_trainer(name):
 @pytest.mark.parametrize("case", TRL["rloo_loss"]["cases"], ids=lambda case: case["name"])
 def test_trl_rloo_trainer(case):
     leaf, mask = TRL_INPUTS["per_token_logps"].clone().requires_grad_(), TRL_INPUTS["completion_mask"]
-    output = rloo_loss(
+    output = losses.rloo_loss(
         leaf, TRL_INPUTS[case["old"]], TRL_INPUTS["advantages"], mask, clip_high=case["args"].get("epsilon_high", 0.2)
     )
     check(output, leaf, case)
@@ -167,8 +143,7 @@ def verl_clip_cov_priority(leaf, advantages, mask):
 @pytest.mark.parametrize("name", VERL)
 def test_verl_policy_losses(name):
     case, (kind, mode) = VERL[name], name.split("|")
-    leaf, mask = FIELD_INPUTS["new"].clone().requires_grad_(), FIELD_INPUTS["mask"]
-    inputs = leaf, FIELD_INPUTS["old"], FIELD_INPUTS[case["adv"]], mask
+    leaf, _, _, mask = inputs = field(case["adv"])
     reduction = {
         "token-mean": {"aggregation": "token-mean"},
         "seq-mean-token-mean": {"aggregation": "sequence-mean-token-mean"},
@@ -177,30 +152,24 @@ def test_verl_policy_losses(name):
         "seq-mean-token-sum-norm": {"aggregation": "constant-length", "max_length": 7, "denominator": 1.0},
     }[mode]
     if kind == "vanilla":
-        output = ppo_loss(*inputs, clip_high=0.28, dual_clip=3.0, **reduction)
+        output = losses.ppo_loss(*inputs, clip_high=0.28, dual_clip=3.0, **reduction)
     elif kind == "cispo":
-        output = cispo_loss(*inputs, ratio_min=0.8, ratio_max=1.28, **reduction)
+        output = losses.cispo_loss(*inputs, ratio_min=0.8, ratio_max=1.28, **reduction)
     elif kind == "gpg" and mode == "token-mean":
-        output = gpg_loss(*inputs)
+        output = losses.gpg_loss(*inputs)
     elif kind == "gpg":
-        output = reinforce_loss(*inputs, **reduction)
+        output = losses.reinforce_loss(*inputs, **reduction)
     elif kind == "gspo":
         # Quirk: verl's GSPO averages over tokens first, whatever aggregation is asked for.
-        output = gspo_loss(*inputs, clip_low=0.2, clip_high=0.28)
+        output = losses.gspo_loss(*inputs, clip_low=0.2, clip_high=0.28)
     elif kind == "geo_mean":
-        output = gmpo_loss(*inputs, clip_low=0.2, clip_high=0.28)
+        output = losses.gmpo_loss(*inputs, clip_low=0.2, clip_high=0.28)
     elif kind == "kl_cov":
-        output = kl_cov_loss(*inputs, fraction=0.15, **reduction)
+        output = losses.kl_cov_loss(*inputs, fraction=0.15, **reduction)
     else:
-        output = clip_cov_loss(
-            *inputs,
-            fraction=0.1,
-            covariance_low=0.05,
-            covariance_high=5.0,
-            clip_high=0.28,
-            priority=verl_clip_cov_priority(leaf, inputs[2], mask),
-            **reduction,
-        )
+        knobs = {"fraction": 0.1, "covariance_low": 0.05, "covariance_high": 5.0, "clip_high": 0.28}
+        priority = verl_clip_cov_priority(leaf, inputs[2], mask)
+        output = losses.clip_cov_loss(*inputs, priority=priority, **knobs, **reduction)
     check(output, leaf, case, 1e-8)  # verl adds 1e-8 to its counts
     metrics = case["metrics"]
     if kind == "kl_cov":
@@ -218,7 +187,7 @@ def test_verl_policy_losses(name):
 @pytest.mark.parametrize("name", MOLT)
 def test_molt_policy_losses(name):
     case, (kind, mode, level, correction, bounds) = MOLT[name], name.split("|")
-    leaf, mask = FIELD_INPUTS["new"].clone().requires_grad_(), FIELD_INPUTS["mask"]
+    leaf, _, _, mask = inputs = field()
     weights = None
     if level != "off":
         low, high = json.loads(bounds)
@@ -226,87 +195,73 @@ def test_molt_policy_losses(name):
         if level == "seq":
             # Molt rejects by the sequence and weighs by the token.
             knobs = {"mode": "none", "high": None, "reject": ("sequence", low, high)}
-        correction = importance_weights(FIELD_INPUTS["old"], FIELD_INPUTS["rollout"], mask, **knobs)
+        correction = losses.importance_weights(FIELD_INPUTS["old"], FIELD_INPUTS["rollout"], mask, **knobs)
         weights = correction.weights
-        measured = mismatch_metrics(FIELD_INPUTS["old"], FIELD_INPUTS["rollout"], mask)
+        measured = losses.mismatch_metrics(FIELD_INPUTS["old"], FIELD_INPUTS["rollout"], mask)
         assert measured["rollout_corr/kl"].item() == pytest.approx(case["vllm_kl"], rel=1e-6)
         if level == "token":
             fraction = correction.metrics["rollout_corr/is_bounded_fraction"].item()
         else:
             fraction = (~correction.keep).any(-1).double().mean().item()  # of the sequences
         assert fraction == pytest.approx(case["is_filter_ratio"])
-    inputs = leaf, FIELD_INPUTS["old"], FIELD_INPUTS["adv_seq"], mask
     aggregation = "token-mean" if mode == "token-mean" else "sequence-mean-token-mean"
     knobs = {"weights": weights, "aggregation": aggregation}
     if kind == "ppo":
-        output = ppo_loss(*inputs, clip_high=0.28, **knobs)
+        output = losses.ppo_loss(*inputs, clip_high=0.28, **knobs)
     elif kind == "gspo":
         # Molt's GSPO has the gradient of GSPO-token, which differs where tokens have weights of their own.
-        output = gspo_token_loss(*inputs, clip_low=0.2, clip_high=0.28, **knobs)
+        output = losses.gspo_token_loss(*inputs, clip_low=0.2, clip_high=0.28, **knobs)
     else:
-        output = cispo_loss(*inputs, ratio_max=1.28, **knobs)
+        output = losses.cispo_loss(*inputs, ratio_max=1.28, **knobs)
     check(output, leaf, case, 1e-6)  # float32 inside Molt
     assert output.metrics["policy/ppo_kl"].item() == pytest.approx(case["policy_kl"], rel=1e-6)
     assert output.metrics["policy/clip_fraction"].item() == pytest.approx(case["clip_ratio"])
 
 
 def test_prime_rl_dppo():
-    leaf = FIELD_INPUTS["new"].clone().requires_grad_()
-    inputs = leaf, FIELD_INPUTS["old"], FIELD_INPUTS["adv_seq"], FIELD_INPUTS["mask"]
-    output = dppo_loss(*inputs, rollout_logprobs=FIELD_INPUTS["rollout"], denominator=1.0)
+    leaf, *_ = inputs = field()
+    output = losses.dppo_loss(*inputs, rollout_logprobs=FIELD_INPUTS["rollout"], denominator=1.0)
     check(output, leaf, FIELD["prime_rl"]["dppo_default(mask .2/.2, kl_tau 1e-3, adv_tau 1)"])
 
 
 def test_prime_rl_on_policy_distillation():
-    leaf, mask = FIELD_INPUTS["new"].clone().requires_grad_(), FIELD_INPUTS["mask"]
-    advantages = on_policy_distillation_advantages(leaf, FIELD_INPUTS["old"], mask)
+    leaf, old, _, mask = field()
+    advantages = losses.on_policy_distillation_advantages(leaf, old, mask)
     # Quirk: prime-rl drops tokens of this stream by their reward advantage, which it has none of, so that the side is
     # always the lower one; here the side is that of the advantage which is trained on.
-    dropped = leaf.detach().exp() - FIELD_INPUTS["rollout"].exp() < -0.2
-    output = dppo_loss(
-        leaf,
-        FIELD_INPUTS["old"],
-        torch.where(dropped, 0.0, advantages),
-        mask,
-        rollout_logprobs=FIELD_INPUTS["rollout"],
-        mask_low=1.0,
-        mask_high=1.0,
-        denominator=1.0,
-    )
+    advantages[leaf.detach().exp() - FIELD_INPUTS["rollout"].exp() < -0.2] = 0.0
+    knobs = {"rollout_logprobs": FIELD_INPUTS["rollout"], "mask_low": 1.0, "mask_high": 1.0, "denominator": 1.0}
+    output = losses.dppo_loss(leaf, old, advantages, mask, **knobs)
     check(output, leaf, FIELD["prime_rl"]["ref_kl_opd(ref=old)"], 1e-6)  # float32 inside prime-rl
 
 
 def test_areal_losses():
-    leaf, mask = FIELD_INPUTS["new"].clone().requires_grad_(), FIELD_INPUTS["mask"]
-    inputs = leaf, FIELD_INPUTS["old"], FIELD_INPUTS["adv_seq"], mask
+    leaf, *_ = inputs = field()
     areal = FIELD["areal"]
-    check(sapo_loss(*inputs, aggregation="token-mean"), leaf, areal["sapo(tau 1/1.05, token-mean)"])
-    gspo = gspo_loss(*inputs, clip_low=0.2, clip_high=0.2, aggregation="token-mean")
+    check(losses.sapo_loss(*inputs, aggregation="token-mean"), leaf, areal["sapo(tau 1/1.05, token-mean)"])
+    gspo = losses.gspo_loss(*inputs, clip_low=0.2, clip_high=0.2, aggregation="token-mean")
     check(gspo, leaf, areal["gspo(seq) eps .2"])
     # The case leaves the proximal policy equal to the one that sampled, so the weights are 1.
-    decoupled = decoupled_ppo_loss(*inputs, rollout_logprobs=inputs[1], dual_clip=3.0)
+    decoupled = losses.decoupled_ppo_loss(*inputs, rollout_logprobs=inputs[1], dual_clip=3.0)
     check(decoupled, leaf, areal["decoupled_ppo(no rs) eps .2 c 3"])
 
 
 def test_slime_cispo():
-    mask = FIELD_INPUTS["mask"]
     expected = torch.tensor(FIELD["slime"]["cispo_per_token(eps_low 1.0, high .28)"], dtype=torch.float64)
-    for row in range(len(mask)):
-        inputs = [FIELD_INPUTS[name][row : row + 1] for name in ("new", "old", "adv_seq", "mask")]
-        got = cispo_loss(*inputs, ratio_max=1.28, denominator=1.0).loss
-        torch.testing.assert_close(got, (expected * mask)[row].sum(), rtol=1e-6, atol=1e-6)  # float32 inside slime
+    got = losses.cispo_loss(*field(), ratio_max=1.28).tokens["loss"]
+    torch.testing.assert_close(got, expected * FIELD_INPUTS["mask"], rtol=1e-6, atol=1e-6)  # float32 inside slime
 
 
 OPENRLHF_CASES = {
-    "ppo": (ppo_loss, {}),
-    "ppo_low.2_high.28": (ppo_loss, {"clip_high": 0.28}),
-    "ppo_dual1.5": (ppo_loss, {"dual_clip": 1.5}),
-    "ppo_seqmean": (ppo_loss, {"aggregation": "sequence-mean-token-mean"}),
-    "ppo_global_N20_dp2": (ppo_loss, {"denominator": 20 / 2}),
+    "ppo": (losses.ppo_loss, {}),
+    "ppo_low.2_high.28": (losses.ppo_loss, {"clip_high": 0.28}),
+    "ppo_dual1.5": (losses.ppo_loss, {"dual_clip": 1.5}),
+    "ppo_seqmean": (losses.ppo_loss, {"aggregation": "sequence-mean-token-mean"}),
+    "ppo_global_N20_dp2": (losses.ppo_loss, {"denominator": 20 / 2}),
     # Quirk: OpenRLHF clips a sequence's ratio with the 0.2 of a token's.
-    "gspo": (gspo_loss, {"clip_low": 0.2, "clip_high": 0.2}),
-    "tis": (ppo_loss, {}),
-    "seq-mask-tis": (ppo_loss, {}),
+    "gspo": (losses.gspo_loss, {"clip_low": 0.2, "clip_high": 0.2}),
+    "tis": (losses.ppo_loss, {}),
+    "seq-mask-tis": (losses.ppo_loss, {}),
 }
 
 
@@ -315,10 +270,10 @@ def test_openrlhf_policy_losses(name):
     inputs, (function, knobs) = tensors(OPENRLHF["inputs"]), OPENRLHF_CASES[name]
     loss, clip_fraction, ppo_kl, vllm_kl = OPENRLHF["policy(loss,clip_ratio,ppo_kl,vllm_kl)"][name]
     if vllm_kl is not None:
-        preset = {"mode": "clip", "low": 0.5, "high": 5.0} if name == "tis" else CORRECTION_PRESETS[name]
-        correction = importance_weights(inputs["old"], inputs["rollout"], inputs["mask"], **preset)
+        preset = {"mode": "clip", "low": 0.5, "high": 5.0} if name == "tis" else losses.CORRECTION_PRESETS[name]
+        correction = losses.importance_weights(inputs["old"], inputs["rollout"], inputs["mask"], **preset)
         knobs = {**knobs, "weights": correction.weights}
-        measured = mismatch_metrics(inputs["old"], inputs["rollout"], inputs["mask"])
+        measured = losses.mismatch_metrics(inputs["old"], inputs["rollout"], inputs["mask"])
         assert measured["rollout_corr/kl"].item() == pytest.approx(vllm_kl, abs=1e-6)
     output = function(inputs["logp"], inputs["old"], inputs["adv"], inputs["mask"], **knobs)
     assert output.loss.item() == pytest.approx(loss, abs=1e-6)  # six digits are recorded

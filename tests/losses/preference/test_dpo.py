@@ -1,18 +1,11 @@
 """DPO and its variants against closed forms; TRL's values: ``modules/preference/test_dpo.py``."""
 
-import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
 
-from rlhfkit.losses import (
-    PreferencePairs,
-    dpo_loss,
-    length_desensitized_logprobs,
-    sequence_logprobs,
-)
+from rlhfkit import losses
 from rlhfkit.losses.preference.dpo import (
     DIVERGENCES,
     PAIR_LOSSES,
@@ -23,8 +16,9 @@ from rlhfkit.losses.preference.dpo import (
     rejected_values,
 )
 
-GOLDEN_FOLDER = Path(__file__).parents[2] / "golden"
-OPENRLHF = json.loads((GOLDEN_FOLDER / "openrlhf.json").read_text())["dpo"]
+from ..policy_cases import OPENRLHF
+
+GOLDEN = OPENRLHF["dpo"]
 
 
 def pair_batch():
@@ -36,14 +30,14 @@ def pair_batch():
 
 
 def test_value_and_rewards_match_openrlhf():
-    inputs = [torch.tensor(row) for row in OPENRLHF["inputs"]]
+    inputs = [torch.tensor(row) for row in GOLDEN["inputs"]]
     for name, knobs in (
         ("dpo", {}),
         ("cdpo_ls01", {"label_smoothing": 0.1}),
         ("ipo", {"loss_type": "ipo_sum"}),  # OpenRLHF's IPO works on sums, which ours has under a name of its own
     ):
-        loss, chosen_rewards, rejected_rewards = OPENRLHF[name]
-        output = dpo_loss(*inputs, beta=0.1, **knobs)
+        loss, chosen_rewards, rejected_rewards = GOLDEN[name]
+        output = losses.dpo_loss(*inputs, beta=0.1, **knobs)
         assert output.loss.item() == pytest.approx(loss, abs=1e-6 * max(1.0, loss))
         assert output.metrics["rewards/chosen"].item() == pytest.approx(sum(chosen_rewards) / 2, abs=1e-6)
         assert output.metrics["rewards/rejected"].item() == pytest.approx(sum(rejected_rewards) / 2, abs=1e-6)
@@ -55,26 +49,26 @@ def test_value_and_rewards_match_openrlhf():
 def test_mixture_is_the_weighted_sum_and_takes_functions():
     batch, lengths = pair_batch(), {"chosen_lengths": torch.tensor([3, 1, 4, 1, 5, 9])}
 
-    def squared(pairs: PreferencePairs):
+    def squared(pairs: losses.PreferencePairs):
         return pairs.margin.square()
 
-    mixed = dpo_loss(*batch, loss_type={"sigmoid": 1.0, "sft": 0.5, squared: 2.0}, **lengths).loss
-    parts = [dpo_loss(*batch, loss_type=name, **lengths).loss for name in ("sigmoid", "sft", squared)]
+    mixed = losses.dpo_loss(*batch, loss_type={"sigmoid": 1.0, "sft": 0.5, squared: 2.0}, **lengths).loss
+    parts = [losses.dpo_loss(*batch, loss_type=name, **lengths).loss for name in ("sigmoid", "sft", squared)]
     torch.testing.assert_close(mixed, parts[0] + 0.5 * parts[1] + 2.0 * parts[2])
 
 
 def test_reference_free_is_a_reference_of_zeros_and_ties_are_wrong():
     chosen, rejected, *_ = pair_batch()
     zeros = torch.zeros_like(chosen)
-    expected = dpo_loss(chosen, rejected, zeros, zeros).loss
-    torch.testing.assert_close(dpo_loss(chosen, rejected, reference_free=True).loss, expected)
-    assert dpo_loss(chosen, rejected, chosen, rejected).metrics["rewards/accuracies"] == 0
+    expected = losses.dpo_loss(chosen, rejected, zeros, zeros).loss
+    torch.testing.assert_close(losses.dpo_loss(chosen, rejected, reference_free=True).loss, expected)
+    assert losses.dpo_loss(chosen, rejected, chosen, rejected).metrics["rewards/accuracies"] == 0
 
 
 def test_weights_scale_pairs_and_carry_no_gradient():
     batch, weights = pair_batch().requires_grad_(), torch.rand(6).double().requires_grad_()
     weighted, plain = (
-        torch.autograd.grad(dpo_loss(*batch, weights=one).loss, (batch, weights), allow_unused=True)
+        torch.autograd.grad(losses.dpo_loss(*batch, weights=one).loss, (batch, weights), allow_unused=True)
         for one in (weights, None)
     )
     torch.testing.assert_close(weighted[0], weights.detach() * plain[0])
@@ -95,15 +89,15 @@ def test_alpha_divergence_joins_its_neighbours_and_stays_finite():
 def test_sequence_logprobs_sum_or_average_the_selected_tokens():
     logprobs = torch.tensor([[-1.0, -2.0, float("nan")], [float("inf"), -3.0, -5.0]])
     mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
-    assert sequence_logprobs(logprobs, mask).tolist() == [-3.0, -8.0]
-    assert sequence_logprobs(logprobs, mask, mean=True).tolist() == [-1.5, -4.0]
+    assert losses.sequence_logprobs(logprobs, mask).tolist() == [-3.0, -8.0]
+    assert losses.sequence_logprobs(logprobs, mask, mean=True).tolist() == [-1.5, -4.0]
 
 
 def test_length_desensitising_counts_tokens_along_the_mask():
     logprobs = torch.tensor([[-1.0, float("nan"), -2.0, -4.0, -8.0]])
     mask = torch.tensor([[1, 0, 1, 1, 1]])
     for alpha, expected in ((1.0, -15.0), (0.0, -3.0), (0.5, -9.0)):
-        assert length_desensitized_logprobs(logprobs, mask, torch.tensor([2]), alpha=alpha).item() == expected
+        assert losses.length_desensitized_logprobs(logprobs, mask, torch.tensor([2]), alpha=alpha).item() == expected
 
 
 # --- what must always hold -------------------------------------------------------------------------------------------
@@ -117,7 +111,7 @@ def test_extreme_margins_give_finite_loss_and_gradient_in_float32(name, margin):
     chosen = torch.tensor([max(margin, -950.0) if name == "discopop" else margin, 0.0]).requires_grad_()
     knobs = {"label_smoothing": 0.1} if name in ("exo_pair", "robust") else {}
     knobs |= {"loss_type": name, "chosen_lengths": lengths, "rejected_lengths": lengths}
-    output = dpo_loss(chosen, zeros, zeros, zeros, **knobs)
+    output = losses.dpo_loss(chosen, zeros, zeros, zeros, **knobs)
     output.loss.backward()
     assert output.loss.isfinite()
     assert chosen.grad.isfinite().all()

@@ -1,22 +1,17 @@
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 from rlhfkit.losses import kto_kl_estimate, kto_loss, sequence_logprobs
 from rlhfkit.losses.preference.unpaired import kto_kl_sums
 
-GOLDEN_FOLDER = Path(__file__).parents[2] / "golden"
-TRL = json.loads((GOLDEN_FOLDER / "trl.json").read_text())["kto"]
-OPENRLHF = json.loads((GOLDEN_FOLDER / "openrlhf.json").read_text())
+from ..policy_cases import OPENRLHF, TRL
 
 
-@pytest.mark.parametrize("case", TRL["cases"], ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", TRL["kto"]["cases"], ids=lambda case: case["name"])
 def test_value_gradient_and_metrics_match_trl(case):
     # Quirks left behind: TRL's gradient on masked tokens is not 0, and it takes a nanmean over the batch, which would
     # hide a NaN of an answer that counts.
-    inputs, args = TRL["inputs"], dict(case["args"])
+    inputs, args = TRL["kto"]["inputs"], dict(case["args"])
     policy = torch.tensor(inputs["policy_per_token_logps"], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor(inputs["completion_mask"])[:, 1:].bool()
     kl_mask = torch.tensor(inputs["KL_completion_mask"])[:, 1:].bool()

@@ -1,13 +1,13 @@
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from rlhfkit.losses import cpo_loss, orpo_loss, simpo_loss
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["helpers"]["cpo_orpo"]
+from ..policy_cases import TRL
+
+GOLDEN = TRL["helpers"]["cpo_orpo"]
 CHOSEN, REJECTED, MEAN_CHOSEN, MEAN_REJECTED = (
     torch.tensor(GOLDEN[name], dtype=torch.float64)
     for name in ("chosen_logps_sum", "rejected_logps_sum", "chosen_logps_avg", "rejected_logps_avg")

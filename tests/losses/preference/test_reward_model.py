@@ -1,15 +1,10 @@
-import json
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from rlhfkit.losses import bradley_terry_loss, process_reward_loss
 
-GOLDEN_FOLDER = Path(__file__).parents[2] / "golden"
-TRL = json.loads((GOLDEN_FOLDER / "trl.json").read_text())["reward_model"]
-OPENRLHF = json.loads((GOLDEN_FOLDER / "openrlhf.json").read_text())
+from ..policy_cases import OPENRLHF, TRL
 
 
 def step_batch(*classes: int, soft: bool = False):
@@ -20,10 +15,10 @@ def step_batch(*classes: int, soft: bool = False):
     return logits, labels if soft else (labels * max(classes, default=2)).long(), mask < 0.5
 
 
-@pytest.mark.parametrize("case", TRL["cases"], ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", TRL["reward_model"]["cases"], ids=lambda case: case["name"])
 def test_value_gradient_and_metrics_match_trl(case):
-    logits = torch.tensor(TRL["inputs"]["logits"], dtype=torch.float64, requires_grad=True)
-    margin = torch.tensor(TRL["inputs"]["margin"], dtype=torch.float64) if case["uses_margin"] else None
+    logits = torch.tensor(TRL["reward_model"]["inputs"]["logits"], dtype=torch.float64, requires_grad=True)
+    margin = torch.tensor(TRL["reward_model"]["inputs"]["margin"], dtype=torch.float64) if case["uses_margin"] else None
     centering = case["args"].get("center_rewards_coefficient", 0.0)
     output = bradley_terry_loss(*logits.squeeze(-1).chunk(2), margin=margin, centering=centering)
     output.loss.backward()
@@ -59,27 +54,16 @@ def test_ties_are_wrong():
 # --- process rewards -------------------------------------------------------------------------------------------------
 
 
-def openrlhf_steps():
+def test_steps_match_openrlhf():
+    # Quirk left behind: OpenRLHF's own data set cannot make float labels, so that the path never ran; its loss did.
     case = OPENRLHF["prm"]
     logits = torch.tensor(case["logits"])[..., case["reward_token_ids"]]
-    return case, logits, torch.tensor(case["inputs"]) == case["placeholder"]
-
-
-def test_hard_labels_match_openrlhf():
-    case, logits, mask = openrlhf_steps()
-    labels = torch.tensor(case["hard_labels"]) - case["reward_token_ids"][0]  # token ids 2, 3 to classes 0, 1
-    output = process_reward_loss(logits, labels, mask)
-    assert output.loss.item() == pytest.approx(case["hard"][0], abs=1e-6)
-    assert output.metrics["prm/accuracy"] == case["hard"][1]
-    assert output.metrics["prm/steps"] == 2
-
-
-def test_soft_labels_match_openrlhf():
-    # Quirk left behind: OpenRLHF's own data set cannot make float labels, so that the path never ran; its loss did.
-    case, logits, mask = openrlhf_steps()
-    output = process_reward_loss(logits, torch.tensor(case["soft_labels"]), mask)
-    assert output.loss.item() == pytest.approx(case["soft"][0], abs=1e-6)
-    assert output.metrics["prm/accuracy"] == case["soft"][1]
+    hard = torch.tensor(case["hard_labels"]) - case["reward_token_ids"][0]  # token ids 2, 3 to classes 0, 1
+    for name, labels in (("hard", hard), ("soft", torch.tensor(case["soft_labels"]))):
+        output = process_reward_loss(logits, labels, torch.tensor(case["inputs"]) == case["placeholder"])
+        assert output.loss.item() == pytest.approx(case[name][0], abs=1e-6)
+        assert output.metrics["prm/accuracy"] == case[name][1]
+        assert output.metrics["prm/steps"] == 2
 
 
 def test_hard_labels_equal_torch_cross_entropy():
