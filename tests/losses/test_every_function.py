@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 from simulated_device.loss_cases import FUNCTIONS, called, examples, other_shapes
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 ON_HOST = {"best_and_worst", "density_ratio_weights", "turn_advantages"}  # of an iteration, before its first update
 NAMES = sorted(FUNCTIONS)
@@ -55,10 +55,7 @@ def outputs(name: str, given: dict[str, Any]) -> list[Tensor]:
 
 
 def cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in given.items()
-    }
+    return tree_map(lambda one: one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one, given)
 
 
 UNCHECKED = {"clipped_surrogate", "masked_mean", "masked_sum", "rejected_values", "select"}

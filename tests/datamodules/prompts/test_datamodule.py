@@ -67,27 +67,22 @@ def test_own_extractor_and_no_answer_column(write_rows: Write) -> None:
 
 def test_chat_template_is_used_when_the_tokenizer_has_one(write_rows: Write) -> None:
     tokenizer = chat_tokenizer(TEMPLATE)
-    path = write_rows(ROWS)
+    said = ("user", "a"), ("assistant", "b"), ("user", "c")
+    chat = write_rows([{"question": [{"role": role, "content": content} for role, content in said]}], "chat.jsonl")
 
-    def text(**options: Any) -> str:
-        prompt = module(path, tokenizer=tokenizer, shuffle=False, **options).prompt_queue().take(1)[0]
-        assert prompt.text == "0+1="
-        return tokenizer.decode(prompt.token_ids.tolist())
+    def text(path: str = write_rows(ROWS), **options: Any) -> str:
+        data = module(path, shuffle=False, **({"tokenizer": tokenizer, "rollout_batch_size": 1} | options))
+        prompt = data.prompt_queue().take(1)[0]
+        written = tokenizer.decode(prompt.token_ids.tolist())
+        assert prompt.text == ("0+1=" if path != chat else written)
+        return written
 
     assert text() == "<user>0+1=<assistant>"
     assert text(system="Think.") == "<system>Think.<user>0+1=<assistant>"
     assert text(apply_chat_template=False) == "0+1="
-
-
-def test_chat_messages_go_through_the_template(write_rows: Write) -> None:
-    tokenizer = chat_tokenizer(TEMPLATE)
-    said = ("user", "a"), ("assistant", "b"), ("user", "c")
-    path = write_rows([{"chat": [{"role": role, "content": content} for role, content in said]}])
-    data = module(path, prompt="chat", answer=None, tokenizer=tokenizer, rollout_batch_size=1)
-    prompt = data.prompt_queue().take(1)[0]
-    assert prompt.text == tokenizer.decode(prompt.token_ids.tolist()) == "<user>a<assistant>b<user>c<assistant>"
+    assert text(chat, answer=None) == "<user>a<assistant>b<user>c<assistant>"
     with pytest.raises(ValueError, match="row 0, holds chat messages, but the tokenizer has no chat template"):
-        module(path, prompt="chat", answer=None, rollout_batch_size=1)
+        text(chat, answer=None, tokenizer=tiny_tokenizer())
 
 
 @pytest.mark.skipif("not hasattr(datasets, 'Json')", reason="datasets before 4.7 has no column of mixed values")

@@ -61,6 +61,7 @@ def test_requeued_prompts_come_first_and_a_resumed_run_draws_what_the_straight_o
             drawn = [*queue.take(chance.randint(1, 9)), *queue.take(chance.randint(1, 9))]
             back = chance.sample(drawn, chance.randint(0, len(drawn) - 1))
             queue.requeue(back)
+            drawn += queue.take(1)  # none of them
             found.append(([(one.index, one.text) for one in drawn], [one.index for one in drawn if one in back]))
             made.set_cursor(queue.after)
             torch.save(made.state_dict(), tmp_path / f"{number + 1}.pt")

@@ -98,11 +98,9 @@ def test_all_turns_of_an_episode_are_in_the_template_of_the_data(tmp_path: Path,
     first, last = turns.index("e"), turns.rindex("e") + 1
     mark = "#" if where == "row" else ""
     number = sample.prompt.index
-    assert (
-        tiny_tokenizer().decode(sample.prompt.token_ids.tolist())
-        == f"[{mark}user: {number}+{number}=][{mark}assistant: "
-    )
-    assert tiny_tokenizer().decode(sample.token_ids.tolist()[first:last]) == f"][{mark}user: again][{mark}assistant: "
+    asked, more = tiny_tokenizer().batch_decode([sample.prompt.token_ids, sample.token_ids[first:last]])
+    assert asked == f"[{mark}user: {number}+{number}=][{mark}assistant: "
+    assert more == f"][{mark}user: again][{mark}assistant: "
     module.save_pretrained(tmp_path / "export")
     exported = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert exported.chat_template == (OTHER if where == "row" else TEMPLATE)
@@ -110,9 +108,7 @@ def test_all_turns_of_an_episode_are_in_the_template_of_the_data(tmp_path: Path,
 
 def test_exports_and_checkpoints_keep_the_tokenizer_of_the_data(tmp_path: Path, model: str) -> None:
     module, data = SFTModule(model), conversations(micro_batch_size=2)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=1, enable_progress_bar=False
-    )
+    trainer = L.Trainer(accelerator="cpu", logger=False, max_steps=1, default_root_dir=tmp_path)
     trainer.fit(module, data)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     module.save_pretrained(tmp_path / "saved")
@@ -169,12 +165,10 @@ def test_engines_stop_where_the_tokenizer_of_the_run_says(model: str) -> None:
     engine.configure_tokenizer(other_end(), None)
     engine.start(model, dtype=torch.float32, load_weights=True)
     bracket = tiny_tokenizer().convert_tokens_to_ids("]")
-    assert bracket in engine._stops
-    samples = engine.generate(
-        [Prompt(0, [5, 6])], SamplingSpec(group_size=16, max_new_tokens=64, temperature=2.0), iteration=0
-    )
-    assert {bracket} < {sample.token_ids.tolist()[-1] for sample in samples if sample.finish_reason == "stop"} | {0}
-    assert all(bracket not in sample.token_ids.tolist()[:-1] for sample in samples)
+    sampling = SamplingSpec(group_size=16, max_new_tokens=64, temperature=2.0)
+    samples = [one.token_ids.tolist() for one in engine.generate([Prompt(0, [5, 6])], sampling, iteration=0)]
+    assert any(ids[-1] == bracket for ids in samples)
+    assert not any(bracket in ids[:-1] for ids in samples)
     engine.close()
     engine.start(model, dtype=torch.float32, load_weights=True)  # another run, with the model's own
     assert bracket not in engine._stops

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlhfkit.losses import dapo_loss, dr_grpo_loss, grpo_loss, kl_loss, ppo_loss, sum_losses
+from rlhfkit.losses import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, kl_loss, ppo_loss, sum_losses
 from rlhfkit.losses.policy.base import policy_tokens
 
 from ..policy_cases import gradient, policy_batch
@@ -62,7 +62,8 @@ def test_reference_logprobs_without_a_coefficient_are_measured_and_do_not_train(
     assert torch.equal(gradient(got.loss, batch.logprobs), gradient(plain.loss, batch.logprobs))
 
 
-def test_dapo_clips_higher_and_the_loss_of_no_sequences_is_zero():
+def test_dapo_clips_higher_than_bnpo_and_the_loss_of_no_sequences_is_zero():
     batch = policy_batch()
     assert torch.equal(dapo_loss(*batch).loss, ppo_loss(*batch, clip_high=0.28).loss)
+    assert torch.equal(bnpo_loss(*batch).loss, ppo_loss(*batch).loss)
     assert dr_grpo_loss(*(tensor[:0] for tensor in batch), max_length=3).loss.item() == 0.0
