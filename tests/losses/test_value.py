@@ -14,11 +14,6 @@ def test_openrlhf_golden_values(name, clip):
     assert got.loss.item() == pytest.approx(OPENRLHF["value"][name], abs=1e-6)  # six digits are recorded
 
 
-def arguments(seed=0):
-    batch = policy_batch(seed)
-    return batch.logprobs.clone().requires_grad_(), batch.old_logprobs, batch.advantages, batch.mask
-
-
 def test_value_loss_by_hand():
     values = torch.tensor([[1.0, 1.0, -1.0]], dtype=torch.float64, requires_grad=True)
     old, returns = torch.zeros(1, 3, dtype=torch.float64), torch.tensor([[2.0, 0.6, 0.0]], dtype=torch.float64)
@@ -41,11 +36,11 @@ def test_explained_variance():
 
 
 def test_without_old_values_the_clip_cannot_bind():
-    values, _, returns, mask = arguments()
-    got = value_loss(values, None, returns, mask, clip=0.01)
-    same = value_loss(values, values.detach(), returns, mask, clip=0.01)
-    assert got.loss.item() == same.loss.item() == value_loss(values, None, returns, mask, clip=None).loss.item()
-    torch.testing.assert_close(gradient(got.loss, values), gradient(same.loss, values))
+    leaf, _, returns, mask = policy_batch().leaf()
+    got = value_loss(leaf, None, returns, mask, clip=0.01)
+    same = value_loss(leaf, leaf.detach(), returns, mask, clip=0.01)
+    assert got.loss.item() == same.loss.item() == value_loss(leaf, None, returns, mask, clip=None).loss.item()
+    torch.testing.assert_close(gradient(got.loss, leaf), gradient(same.loss, leaf))
 
 
 def test_values_inside_the_clip_are_not_counted_as_clipped_by_rounding():

@@ -19,9 +19,6 @@ Write = Callable[..., str]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% else %}!{% endif %}{% endfor %}"
 
 
-SAID = [("user", "b<eos>"), ("assistant", "c")]
-
-
 def opened(data: Any, **options: Any) -> PromptDataModule:
     made = PromptDataModule(data, **({"rollout_batch_size": 2, "tokenizer": tiny_tokenizer()} | options))
     made.setup("fit")
@@ -89,47 +86,49 @@ def test_a_token_that_the_model_does_not_know_is_named(write_rows: Write) -> Non
         data.check_prompts(longest=100, reason="the test", vocabulary=99)
 
 
-class TestSpecialTokensInText:
-    """A text of the data is a text, unless it is to be more."""
+# --- a text of the data is a text, unless it is to be more
 
-    def test_chat_messages_are_escaped_and_the_templates_own_tokens_stay(
-        self, write_rows: Write, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        tokenizer = chat_tokenizer(TEMPLATE)
-        row = {"prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b<eos>c<e<eos>os>"}]}
-        with caplog.at_level(logging.WARNING):
-            prompt = opened(write_rows([row, row]), tokenizer=tokenizer).prompt_queue().take(1)[0]
-        assert tokenizer.decode(prompt.token_ids.tolist()) == "a<eos>b< eos>c<e< eos>os>!"
-        assert prompt.token_ids.tolist().count(tokenizer.eos_token_id) == 1
-        assert "special_tokens_in_text='keep'" in caplog.text
 
-    def test_plain_text_keeps_its_tokens_unless_told_otherwise(self, write_rows: Write) -> None:
-        path, tokenizer = write_rows([{"prompt": "a<eos>b"}] * 2), tiny_tokenizer()
-        assert tokenizer.eos_token_id in opened(path).prompt_queue().take(1)[0].token_ids
-        escaped = opened(path, special_tokens_in_text="escape").prompt_queue().take(1)[0]
-        assert tokenizer.decode(escaped.token_ids.tolist()) == "a< eos>b"
-        with pytest.raises(ValueError, match=r"row 0, has the control token '<eos>' in its text"):
-            opened(path, special_tokens_in_text="refuse")
+def test_chat_messages_of_prompts_are_escaped_and_the_templates_own_tokens_stay(
+    write_rows: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = chat_tokenizer(TEMPLATE)
+    row = {"prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b<eos>c<e<eos>os>"}]}
+    with caplog.at_level(logging.WARNING):
+        prompt = opened(write_rows([row, row]), tokenizer=tokenizer).prompt_queue().take(1)[0]
+    assert tokenizer.decode(prompt.token_ids.tolist()) == "a<eos>b< eos>c<e< eos>os>!"
+    assert prompt.token_ids.tolist().count(tokenizer.eos_token_id) == 1
+    assert "special_tokens_in_text='keep'" in caplog.text
 
-    @pytest.mark.parametrize(
-        ("kind", "row"),
-        [
-            (SFTDataModule, {"messages": [{"role": role, "content": content} for role, content in SAID]}),
-            (SFTDataModule, {"prompt": "b<eos>", "completion": "c"}),
-            (PreferenceDataModule, {"prompt": "b<eos>", "chosen": "c", "rejected": "d"}),
-        ],
-    )
-    def test_supervised_data_likewise(self, write_rows: Write, kind: Any, row: dict[str, Any]) -> None:
-        tokenizer = chat_tokenizer(TEMPLATE)
-        path = write_rows([row] * 2)
 
-        def read(**options: Any) -> Any:
-            data = kind(path, tokenizer=tokenizer, max_length=64, **options)
-            data.setup("fit")
-            one = data.examples[0]
-            return tokenizer.decode(getattr(one, "chosen", one).input_ids)
+def test_plain_text_of_prompts_keeps_its_tokens_unless_told_otherwise(write_rows: Write) -> None:
+    path, tokenizer = write_rows([{"prompt": "a<eos>b"}] * 2), tiny_tokenizer()
+    assert tokenizer.eos_token_id in opened(path).prompt_queue().take(1)[0].token_ids
+    escaped = opened(path, special_tokens_in_text="escape").prompt_queue().take(1)[0]
+    assert tokenizer.decode(escaped.token_ids.tolist()) == "a< eos>b"
+    with pytest.raises(ValueError, match=r"row 0, has the control token '<eos>' in its text"):
+        opened(path, special_tokens_in_text="refuse")
 
-        assert read() == "b< eos>!c<eos>"
-        assert read(special_tokens_in_text="keep") == "b<eos>!c<eos>"
-        with pytest.raises(ValueError, match=r"data\.jsonl, row 0, has the control token '<eos>' in its text"):
-            read(special_tokens_in_text="refuse")
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        (SFTDataModule, {"messages": [{"role": "user", "content": "b<eos>"}, {"role": "assistant", "content": "c"}]}),
+        (SFTDataModule, {"prompt": "b<eos>", "completion": "c"}),
+        (PreferenceDataModule, {"prompt": "b<eos>", "chosen": "c", "rejected": "d"}),
+    ],
+)
+def test_special_tokens_of_supervised_texts_are_escaped(write_rows: Write, kind: Any, row: dict[str, Any]) -> None:
+    tokenizer = chat_tokenizer(TEMPLATE)
+    path = write_rows([row] * 2)
+
+    def read(**options: Any) -> Any:
+        data = kind(path, tokenizer=tokenizer, max_length=64, **options)
+        data.setup("fit")
+        one = data.examples[0]
+        return tokenizer.decode(getattr(one, "chosen", one).input_ids)
+
+    assert read() == "b< eos>!c<eos>"
+    assert read(special_tokens_in_text="keep") == "b<eos>!c<eos>"
+    with pytest.raises(ValueError, match=r"data\.jsonl, row 0, has the control token '<eos>' in its text"):
+        read(special_tokens_in_text="refuse")

@@ -80,6 +80,13 @@ def test_what_fits_nothing_or_cannot_be_learned_is_explained(row: Any, message: 
         test_sft.module([row], tokenizer=chat_tokenizer())
 
 
+def test_named_columns_win() -> None:
+    row = {"question": "a", "answer": "b", "text": "c", "prompt": "d", "completion": "e"}
+    assert test_sft.examples(module([row], prompt="question", completion="answer")) == [("ab$", "_b$")]
+    assert test_sft.examples(module([row], completion="answer")) == [("db$", "_b$")]
+    assert test_sft.examples(module([row], text="question")) == [("a$", "a$")]
+
+
 def test_columns_that_are_not_used_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         data = module([{"text": "a", "url": "b", "id": 1, "images": None}])

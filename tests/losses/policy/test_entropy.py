@@ -18,12 +18,6 @@ def test_trl_golden_high_entropy_mask(case):
     # quantile falls out or stays by rounding.
     threshold = torch.quantile(entropy[mask.bool()].float(), case["threshold"]).double()
     assert torch.equal(top_entropy_mask(entropy, mask, threshold=threshold), expected)
-    if case["threshold"] < 1.0:
-        exact = top_entropy_mask(entropy, mask, fraction=1.0 - case["threshold"])
-        lost = exact & ~expected
-        assert not (expected & ~exact).any()
-        assert lost.sum() <= 1
-        assert (entropy[lost] == torch.quantile(entropy[mask.bool()], case["threshold"])).all()
 
 
 @settings(max_examples=40, deadline=None)

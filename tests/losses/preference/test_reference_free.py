@@ -55,24 +55,23 @@ def test_alphapo_joins_simpo_at_zero():
     torch.testing.assert_close(simpo_loss(*batch, alpha=1e-9).loss, simpo_loss(*batch).loss)
 
 
-def test_orpo_is_finite_at_probability_one():
-    chosen = torch.tensor([0.0, -1.0, -100.0], requires_grad=True)
-    rejected = torch.tensor([-1.0, 0.0, 0.0], requires_grad=True)
-    ones = torch.ones(3)
-    output = orpo_loss(chosen, rejected, ones, ones)
+def finite(loss, pairs, **knobs):
+    """The gradient of chosen and rejected log-probs, of one token each; it, the loss and metrics are finite."""
+    leaf = torch.tensor(pairs, requires_grad=True)
+    output = loss(*leaf, *torch.ones_like(leaf), **knobs)
     output.loss.backward()
-    assert output.loss.isfinite()
-    assert chosen.grad.isfinite().all()
-    assert rejected.grad.isfinite().all()
+    assert all(value.isfinite().all() for value in (output.loss, leaf.grad, *output.metrics.values()))
+    return leaf.grad
+
+
+def test_orpo_is_finite_at_probability_one():
+    finite(orpo_loss, [[0.0, -1.0, -100.0], [-1.0, 0.0, 0.0]])
 
 
 def test_rewards_are_beta_times_what_the_loss_compares():
     chosen, rejected, chosen_lengths, rejected_lengths = batch = pair_batch()
-    for loss, rewards in (
-        (cpo_loss, (chosen, rejected)),
-        (orpo_loss, (chosen / chosen_lengths, rejected / rejected_lengths)),
-        (simpo_loss, (chosen / chosen_lengths, rejected / rejected_lengths)),
-    ):
+    means = chosen / chosen_lengths, rejected / rejected_lengths
+    for loss, rewards in ((cpo_loss, (chosen, rejected)), (orpo_loss, means), (simpo_loss, means)):
         metrics = loss(*batch, beta=0.3).metrics
         torch.testing.assert_close(metrics["rewards/chosen"], 0.3 * rewards[0].mean())
         torch.testing.assert_close(metrics["rewards/rejected"], 0.3 * rewards[1].mean())
@@ -84,11 +83,6 @@ def test_rewards_are_beta_times_what_the_loss_compares():
 @pytest.mark.parametrize("extreme", [-1e3, -1e4])
 def test_alphapo_of_extreme_log_probs_stays_finite_and_trains_the_other_answer(alpha, extreme):
     for pair in ((extreme, -1.0), (-1.0, extreme), (extreme, extreme)):
-        chosen, rejected = (torch.tensor([value], requires_grad=True) for value in pair)
-        lengths = torch.ones(1)
-        output = simpo_loss(chosen, rejected, lengths, lengths, alpha=alpha)
-        gradients = torch.autograd.grad(output.loss, (chosen, rejected))
-        assert all(value.isfinite() for value in (output.loss, *gradients, *output.metrics.values()))
-    chosen, rejected = (torch.tensor([value], requires_grad=True) for value in (extreme, -1.0))
-    gradient = torch.autograd.grad(simpo_loss(chosen, rejected, lengths, lengths, alpha=0.25).loss, rejected)[0]
+        finite(simpo_loss, [[value] for value in pair], alpha=alpha)
+    gradient = finite(simpo_loss, [[extreme], [-1.0]], alpha=0.25)[1]
     assert gradient.item() == pytest.approx(2.0 * math.exp(0.25), rel=1e-5)  # the pair is entirely wrong: β p^-α
