@@ -99,25 +99,20 @@ def test_conversations_have_the_tokens_of_the_processor(folder: Path, tmp_path: 
         {"messages": [user("colour?"), answer("red")], "images": [file_of(tmp_path, 3)]},  # in front, as in TRL
         {"messages": [marked, answer("red")], "images": [file_of(tmp_path, 3), file_of(tmp_path, 1)]},  # as for verl
     ]
-    data = opened(SFTDataModule(rows, cache_dir=tmp_path / "cache"), folder)
-    again = opened(SFTDataModule(rows, cache_dir=tmp_path / "cache"), folder)  # from the cache
+    tables = [opened(SFTDataModule(rows, cache_dir=tmp_path / "cache"), folder) for _ in range(2)]  # made, and kept
+    stream = opened(SFTDataModule(rows, streaming=True, steps_per_epoch=1, shuffle=False), folder).stream.open()
+    each = [[data.examples[index] for index in range(5)] for data in tables] + [[next(stream)[1] for _ in range(5)]]
     both = expected(folder, conversation, (1, 2))
     alone = expected(folder, [user("no image"), answer("yes")], ())
     front = expected(folder, [user(IMAGE, "colour?"), answer("red")], (3,))
     places = expected(folder, [user(IMAGE, "colour? of ", IMAGE), answer("red")], (3, 1))
     images = [(1, 2), (1, 2), (), (3,), (3, 1)]
-    for examples in (data.examples, again.examples):
-        assert [examples[index].input_ids for index in range(5)] == [both, both, alone, front, places]
-        for index, seeds in enumerate(images):
-            assert [one.encoded() for one in examples[index].attachments] == [encoded(seed) for seed in seeds]
-    example = data.examples[0]
-    tokenizer = load_processor(str(folder)).tokenizer
-    learned = [token for token, mark in zip(example.input_ids, example.loss_mask, strict=True) if mark]
-    assert tokenizer.decode(learned) == "red<eos>blue<eos>"
-    stream = opened(SFTDataModule(rows, streaming=True, steps_per_epoch=1, shuffle=False), folder).stream.open()
-    for index in range(5):
-        found, (_, streamed) = data.examples[index], next(stream)
-        assert (streamed.input_ids, streamed.attachments) == (found.input_ids, found.attachments)
+    for examples in each:
+        assert [one.input_ids for one in examples] == [both, both, alone, front, places]
+        for example, seeds in zip(examples, images, strict=True):
+            assert [one.encoded() for one in example.attachments] == [encoded(seed) for seed in seeds]
+        learned = [token for token, mark in zip(both, examples[0].loss_mask, strict=True) if mark]
+        assert load_processor(str(folder)).tokenizer.decode(learned) == "red<eos>blue<eos>"
 
 
 def test_a_processor_of_another_size_finds_no_cached_tokens(folder: Path, tmp_path: Path) -> None:

@@ -212,17 +212,12 @@ def test_a_step_of_all_labelled_answers_is_that_of_a_file_that_was_read_as_a_who
 
 
 def test_a_bad_pair_is_named_when_it_is_read() -> None:
-    for bad, message in [
-        ({"margin": "high"}, r"column 'margin' of the given rows, row 3, must hold a number, it holds 'high'"),
-        ({"chosen": [{"role": "user"}]}, r"columns 'chosen' and 'rejected' of the given rows, row 3, must both hold"),
-        ({"rejected": None}, r"column 'rejected' of the given rows, row 3, has no value"),
-    ]:
-        rows = [*PAIRS[:3], PAIRS[3] | bad]  # from a function, as a file has columns of one type
-        options = {"streaming": True, "steps_per_epoch": 1, "shuffle": False}
-        data = PreferenceDataModule(iter([rows, rows]).__next__, tokenizer=tiny_tokenizer(), **options)
-        data.setup("fit")
-        with pytest.raises(ValueError, match=message):
-            list(itertools.islice(data.stream.open(), 4))
+    rows = [*PAIRS[:3], PAIRS[3] | {"rejected": None}]
+    options = {"streaming": True, "steps_per_epoch": 1, "shuffle": False}
+    data = PreferenceDataModule(iter([rows, rows]).__next__, tokenizer=tiny_tokenizer(), **options)
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"column 'rejected' of the given rows, row 3, has no value"):
+        list(itertools.islice(data.stream.open(), 4))
 
 
 def test_rows_need_no_types_of_a_table_and_are_checked_when_they_are_read() -> None:

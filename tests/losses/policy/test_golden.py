@@ -140,36 +140,36 @@ def verl_clip_cov_priority(leaf, advantages, mask):
     return priority
 
 
+COVARIANCES = {"fraction": 0.1, "covariance_low": 0.05, "covariance_high": 5.0}
+VERL_LOSSES = {
+    "vanilla": (losses.ppo_loss, {"clip_high": 0.28, "dual_clip": 3.0}),
+    "cispo": (losses.cispo_loss, {"ratio_min": 0.8, "ratio_max": 1.28}),
+    "gpg": (losses.gpg_loss, {}),
+    "gspo": (losses.gspo_loss, {"clip_low": 0.2, "clip_high": 0.28}),
+    "geo_mean": (losses.gmpo_loss, {"clip_low": 0.2, "clip_high": 0.28}),
+    "kl_cov": (losses.kl_cov_loss, {"fraction": 0.15}),
+    "clip_cov": (losses.clip_cov_loss, COVARIANCES | {"clip_high": 0.28}),
+}
+VERL_REDUCTIONS = {
+    "token-mean": {},
+    "seq-mean-token-mean": {"aggregation": "sequence-mean-token-mean"},
+    "seq-mean-token-sum": {"aggregation": "sequence-mean-token-sum"},
+    # Quirk: "seq-mean-token-sum-norm" sums over the sequences, and divides by the padded length only.
+    "seq-mean-token-sum-norm": {"aggregation": "constant-length", "max_length": 7, "denominator": 1.0},
+}
+
+
 @pytest.mark.parametrize("name", VERL)
 def test_verl_policy_losses(name):
     case, (kind, mode) = VERL[name], name.split("|")
-    leaf, _, _, mask = inputs = field(case["adv"])
-    reduction = {
-        "token-mean": {"aggregation": "token-mean"},
-        "seq-mean-token-mean": {"aggregation": "sequence-mean-token-mean"},
-        "seq-mean-token-sum": {"aggregation": "sequence-mean-token-sum"},
-        # Quirk: "seq-mean-token-sum-norm" sums over the sequences, and divides by the padded length only.
-        "seq-mean-token-sum-norm": {"aggregation": "constant-length", "max_length": 7, "denominator": 1.0},
-    }[mode]
-    if kind == "vanilla":
-        output = losses.ppo_loss(*inputs, clip_high=0.28, dual_clip=3.0, **reduction)
-    elif kind == "cispo":
-        output = losses.cispo_loss(*inputs, ratio_min=0.8, ratio_max=1.28, **reduction)
-    elif kind == "gpg" and mode == "token-mean":
-        output = losses.gpg_loss(*inputs)
-    elif kind == "gpg":
-        output = losses.reinforce_loss(*inputs, **reduction)
-    elif kind == "gspo":
+    leaf, _, advantages, mask = inputs = field(case["adv"])
+    function, knobs = VERL_LOSSES[kind]
+    if kind not in ("gspo", "geo_mean"):
         # Quirk: verl's GSPO averages over tokens first, whatever aggregation is asked for.
-        output = losses.gspo_loss(*inputs, clip_low=0.2, clip_high=0.28)
-    elif kind == "geo_mean":
-        output = losses.gmpo_loss(*inputs, clip_low=0.2, clip_high=0.28)
-    elif kind == "kl_cov":
-        output = losses.kl_cov_loss(*inputs, fraction=0.15, **reduction)
-    else:
-        knobs = {"fraction": 0.1, "covariance_low": 0.05, "covariance_high": 5.0, "clip_high": 0.28}
-        priority = verl_clip_cov_priority(leaf, inputs[2], mask)
-        output = losses.clip_cov_loss(*inputs, priority=priority, **knobs, **reduction)
+        knobs = knobs | VERL_REDUCTIONS[mode]
+    if kind == "clip_cov":
+        knobs = knobs | {"priority": verl_clip_cov_priority(leaf, advantages, mask)}
+    output = function(*inputs, **knobs)
     check(output, leaf, case, 1e-8)  # verl adds 1e-8 to its counts
     metrics = case["metrics"]
     if kind == "kl_cov":
