@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from itertools import pairwise
 
 import pytest
@@ -51,12 +51,8 @@ def test_wherever_a_reward_was_earned_its_total_is_the_same(seed):
 
 
 def shaped(part, rewards, truncated):
-    @dataclass
-    class Rows:
-        rewards: torch.Tensor
-        truncated: torch.Tensor
-
-    return part.prepare(Rows(rewards, truncated)).rewards
+    rows = make_dataclass("Rows", ["rewards", "truncated"])
+    return part.prepare(rows(rewards, truncated)).rewards
 
 
 def overlong(lengths, limit, zone):
