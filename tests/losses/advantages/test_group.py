@@ -154,7 +154,7 @@ def test_baselines_of_other_answers_by_hand():
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_order_of_rows_changes_no_bit_of_group_advantages(scale):
-    generator = torch.Generator().manual_seed(0)
-    rewards, group, order = torch.rand(64, generator=generator), torch.arange(64) % 8, torch.randperm(64)
+    generator, group = torch.Generator().manual_seed(0), torch.arange(64) % 8
+    rewards, order = torch.rand(64, generator=generator), torch.randperm(64, generator=generator)
     got = losses.group_advantages(rewards, group, scale=scale)[order]
     assert torch.equal(got, losses.group_advantages(rewards[order], group[order], scale=scale))
