@@ -58,9 +58,9 @@ def render() -> str:
     columns = ["Family", "`model_type`", "packed", "shared prompts", "vLLM sync", "LoRA", "Notes"]
     rows = [columns, ["---"] * len(columns)]
     for family in entries:
-        packed, lora = ("yes" if can else "no" for can in (family.packed, family.lora))
+        packed = "yes" if family.packed else "no"
         name, kind = family.name, f"`{family.model_type}`"
-        rows.append([name, kind, packed, packed, recorded.get(name, "not tried"), lora, family.notes])
+        rows.append([name, kind, packed, packed, recorded.get(name, "not tried"), "yes", family.notes])
     count = f"\n{len(entries)} families, {sum(family.packed for family in entries)} of them packed:\n\n"
     return HEAD + count + "".join("| " + " | ".join(row) + " |\n" for row in rows)
 

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit.costs.memory import (
-    HOST,
-    TRAINING,
-    layer_bytes,
-    memory_parts,
-    phase_bytes,
-    saved_bytes,
-)
+from rlhfkit.costs.memory import HOST, TRAINING, layer_bytes, memory_parts, phase_bytes, saved_bytes
 from rlhfkit.costs.model_shape import ModelShape, model_shape
 from rlhfkit.costs.run import GPU, Precision, Run, Sharding
 from rlhfkit.models.forward import policy_output

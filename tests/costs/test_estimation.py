@@ -91,10 +91,7 @@ def test_grpo_from_its_objects(folder: str) -> None:
 
 ROLES: dict[str, tuple[Callable[[str], Any], set[str]]] = {
     "PPO": (PPOModule, {"policy", "engine", "critic", "reference"}),
-    "PPO that shares": (
-        lambda model: PPOModule(model, parts=[Critic(shared=True)], kl_coef=0.0),
-        {"policy", "engine"},
-    ),
+    "PPO that shares": (lambda model: PPOModule(model, parts=[Critic(shared=True)], kl_coef=0.0), {"policy", "engine"}),
     "DPO": (DPOModule, {"policy", "reference"}),
     "DPO, precomputed": (lambda model: DPOModule(model, precompute_ref_log_probs=True), {"policy"}),
     "distillation": (lambda model: DistillationModule(model, teacher=model), {"policy", "teacher"}),
@@ -200,10 +197,7 @@ def test_a_reward_model_has_no_output_layer(folder: str) -> None:
 def test_a_pool_keeps_its_sizes_inside_wrappers(wide: str) -> None:
     pool = VLLMPool(2, 2, pipeline_parallel_size=2, colocate=True, sleep_level=1, engine_arguments={"max_num_seqs": 64})
     engine = estimate(
-        GRPOModule(wide),
-        prompts(),
-        rollouts(engine=pool, group=Episodes(environment=lambda prompt: None)),
-        devices=4,
+        GRPOModule(wide), prompts(), rollouts(engine=pool, group=Episodes(environment=lambda prompt: None)), devices=4
     ).run.engine
     assert engine is not None
     assert (engine.count, engine.tensor_parallel, engine.pipeline_parallel, engine.max_sequences) == (2, 2, 2, 64)
@@ -288,13 +282,7 @@ def test_a_report_is_a_table_and_json() -> None:
     console = Console(width=200, file=io.StringIO())
     console.print(found.table())
     text = console.file.getvalue()
-    for wanted in (
-        "policy: activations",
-        "total, train",
-        "engine: key-value cache",
-        "Does not fit: ",
-        "Assumed:",
-    ):
+    for wanted in ("policy: activations", "total, train", "engine: key-value cache", "Does not fit: ", "Assumed:"):
         assert wanted in text
     run = found.run
     assert run.engine is not None

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from rlhfkit import SFTDataModule, SFTModule
 from rlhfkit.models import LoRA, ModelLoading, adapter_disabled, load_causal_lm, policy_output
 from rlhfkit.models.lora import adapter_layers, has_adapter, save_adapter, save_initial_adapter
-from rlhfkit.models.weights.files import save_weights
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.strategies.strategy import RLHFDeepSpeedStrategy
 
@@ -322,18 +321,6 @@ def test_merged_weights_say_what_the_adapters_say(
     tolerance = 2e-5 if dtype == torch.float32 else 0.3  # adapters of linear layers are added in another place
     torch.testing.assert_close(logprobs(merged, batch), logprobs(model, batch), rtol=0, atol=tolerance)
     assert float((logprobs(merged, batch) - before).abs().max()) > 0.1
-
-
-@pytest.mark.parametrize("name", ["mixtral", "granitemoe"])
-def test_folders_are_written_as_transformers_writes_them(
-    folders: dict[str, str], batch: Any, tmp_path: Path, name: str
-) -> None:
-    model = load(folders[name], lora=LoRA(rank=2))
-    train_a_bit(model)
-    save_weights(model, tmp_path, {weight: tensor.clone() for weight, tensor in ModuleWeights(model)})
-    base, merged = (load_file(Path(folder) / "model.safetensors") for folder in (folders[name], tmp_path))
-    assert base.keys() == merged.keys()
-    torch.testing.assert_close(logprobs(load(str(tmp_path)), batch), logprobs(model, batch), rtol=0, atol=2e-5)
 
 
 def learned(model: str, folder: Path, size: int, strategy: Any) -> None:

@@ -177,9 +177,7 @@ class OddLogits(hf.LlamaForCausalLM):
         return output
 
 
-def test_the_logits_of_code_that_is_not_transformers_are_computed_by_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_logits_of_code_that_is_not_transformers_are_computed_by_it(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = OddLogits(hf.LlamaConfig(**COMMON))
     batch = texts()

@@ -18,15 +18,7 @@ from models.vision_families import SIDE, VISION_FAMILIES, save_vision_model
 from rlhfkit import SFTModule
 from rlhfkit.cli.export import merge_adapter
 from rlhfkit.data.images import Image
-from rlhfkit.models import (
-    LoRA,
-    ModelLoading,
-    load_causal_lm,
-    load_scalar_model,
-    policy_output,
-    reward_output,
-    vision,
-)
+from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, load_scalar_model, policy_output, reward_output, vision
 from rlhfkit.models.attention.families import BOTH_WAYS, sees_images
 from rlhfkit.models.forward import forward_of, packs_batches
 from rlhfkit.models.heads import row_difference
