@@ -19,13 +19,9 @@ from rlhfkit.models.heads import add_value_head, classifier_class, scalar_forwar
 from rlhfkit.models.lora import add_lora
 
 SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64,
-}
+}  # fmt: skip
 LENGTHS = ([13, 7, 20, 5], [2, 11], [1], [9, 17, 3])
 """Tokens of each row of a rank's batch; ranks beyond these begin again."""
 
