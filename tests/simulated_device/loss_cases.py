@@ -51,55 +51,27 @@ def examples() -> dict[str, Any]:
     rows |= {name: -1 - normal(B).abs() for name in ("chosen", "rejected")}
     names = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs")
     tokens |= {name: -normal(B, T).abs() for name in names}
-    numbers = {"clip_low": 0.2, "clip_high": 0.2, "coef": 0.5, "k": 2, "max_length": 16, "buffer": 4, "threshold": 0.1}
-    numbers |= {
-        "alpha": 0.5,
-        "high": 2.0,
-        "level": "sequence-sum",
-        "mean": 0.5,
-        "std": 2.0,
-        "version": 3,
-        "weight": 2.0,
-    }
-    return (
-        numbers
-        | rows
-        | tokens
-        | {
-            "mask": mask,
-            "rewards": normal(B),
-            "group": torch.tensor([0, 0, 1, 1]),
-            "lengths": mask.sum(-1),
-            "chosen_lengths": mask.sum(-1),
-            "rejected_lengths": mask.sum(-1).flip(0),
-            "public_lengths": torch.ones(B, dtype=torch.int64),
-            "ratio": normal(B, T).exp(),
-            "entropy": normal(B, T).abs(),
-            "truncated": torch.tensor([True, False, False, True]),
-            "desirable": torch.tensor([True, False, True, False]),
-            "kl": torch.tensor(0.1),
-            "sums": torch.tensor([0.5, 4.0]),
-            "labels": torch.ones(B, T),
-            "versions": torch.full((B, T), 2),
-            "log_sum_squares": -normal(B, T).abs(),
-            "student": normal(B, T, V),
-            "teacher": normal(B, T, V),
-            "common": torch.tensor([[0, 2], [1, 1], [4, 0]]),
-            "tokens": torch.randint(V, (B, T), generator=generator),
-            "teacher_tokens": torch.randint(V, (B, T), generator=generator),
-            "hidden": normal(B * T, H),
-            "targets": torch.randint(V, (B * T,), generator=generator),
-            "coefficients": normal(B * T),
-            "logits": normal(B, T),
-            "value": torch.tensor(1.5),
-            "greedy_rewards": normal(B),
-            "spans": (torch.arange(T) // 2).expand(B, T).clone(),
-            "embeddings": normal(B, 3),
-            "signs": torch.tensor([1.0, -1.0, 1.0, -1.0]),
-            "by_policy": torch.tensor([True, False, True, False]),
-            "partners": torch.tensor([[0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]).bool(),
-        }
-    )
+    numbers = {
+        "clip_low": 0.2, "clip_high": 0.2, "coef": 0.5, "k": 2, "max_length": 16, "buffer": 4, "threshold": 0.1,
+        "alpha": 0.5, "high": 2.0, "level": "sequence-sum", "mean": 0.5, "std": 2.0, "version": 3, "weight": 2.0,
+    }  # fmt: skip
+    others = {
+        "mask": mask, "rewards": normal(B), "group": torch.tensor([0, 0, 1, 1]), "lengths": mask.sum(-1),
+        "chosen_lengths": mask.sum(-1), "rejected_lengths": mask.sum(-1).flip(0),
+        "public_lengths": torch.ones(B, dtype=torch.int64), "ratio": normal(B, T).exp(), "entropy": normal(B, T).abs(),
+        "truncated": torch.tensor([True, False, False, True]), "desirable": torch.tensor([True, False, True, False]),
+        "kl": torch.tensor(0.1), "sums": torch.tensor([0.5, 4.0]), "labels": torch.ones(B, T),
+        "versions": torch.full((B, T), 2), "log_sum_squares": -normal(B, T).abs(), "student": normal(B, T, V),
+        "teacher": normal(B, T, V), "common": torch.tensor([[0, 2], [1, 1], [4, 0]]),
+        "tokens": torch.randint(V, (B, T), generator=generator),
+        "teacher_tokens": torch.randint(V, (B, T), generator=generator), "hidden": normal(B * T, H),
+        "targets": torch.randint(V, (B * T,), generator=generator), "coefficients": normal(B * T),
+        "logits": normal(B, T), "value": torch.tensor(1.5), "greedy_rewards": normal(B),
+        "spans": (torch.arange(T) // 2).expand(B, T).clone(), "embeddings": normal(B, 3),
+        "signs": torch.tensor([1.0, -1.0, 1.0, -1.0]), "by_policy": torch.tensor([True, False, True, False]),
+        "partners": torch.tensor([[0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]).bool(),
+    }  # fmt: skip
+    return numbers | rows | tokens | others
 
 
 def other_shapes() -> dict[str, dict[str, Any]]:
