@@ -59,10 +59,7 @@ def test_what_does_not_fit_is_printed_and_fails(config: str, capsys: pytest.Capt
 def test_refusals_are_one_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in [
         (["--gpu", "H1000"], "gpu must be one of A100-40GB, A100, H100"),
-        (
-            ["--trainer.devices", "auto"],
-            "trainer.devices='auto' leaves the number of GPUs open",
-        ),
+        (["--trainer.devices", "auto"], "trainer.devices='auto' leaves the number of GPUs open"),
     ]:
         with pytest.raises(SystemExit) as ended:
             main(["estimate", "--config", config, *words])

@@ -97,10 +97,7 @@ def test_a_configuration_file_trains(config: Path, recwarn: pytest.WarningsRecor
     ("words", "part"),
     [
         (["--model.init_args.policy_loss_arguments", "3"], "policy_loss_arguments"),  # the parser of LightningCLI
-        (
-            ["--model.init_args.beta", "0.1"],
-            "Option 'beta' is not accepted: did you mean kl_coef?",
-        ),
+        (["--model.init_args.beta", "0.1"], "Option 'beta' is not accepted: did you mean kl_coef?"),
         (["--model.init_args.optimization.lr_schedule", "cosinus"], "'constant', 'linear', 'cosine'"),
         (["--model.init_args.lr", "-1"], "lr must be a finite number above 0"),  # the module does
         (["--trainer.strategy", "rlhf_zero5"], "rlhf_zero5"),  # Lightning does

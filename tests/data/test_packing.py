@@ -311,7 +311,4 @@ def test_groups_are_split_where_a_rank_would_wait_for_another() -> None:
 
 def test_rows_may_be_any_part_of_the_iteration() -> None:
     lengths, prompts, groups = flat([(4, [3, 3]), (4, [3, 3]), (4, [3, 3])])
-    assert PackedCost(lengths, prompts, groups).split([2, 3, 4, 5], 2, ranks=1) == [
-        [2, 3],
-        [4, 5],
-    ]
+    assert PackedCost(lengths, prompts, groups).split([2, 3, 4, 5], 2, ranks=1) == [[2, 3], [4, 5]]

@@ -192,11 +192,7 @@ async def changing_later(given: Sequence[Sample]) -> list[float]:
         (lambda given: 1.0, ValueError, "returned float for 3 samples"),
         (lambda given: None, ValueError, "returned NoneType for 3 samples"),
         (ending, RewardError, r"'ending' has called sys\.exit\(3\), which would end the run: let it return None"),
-        (
-            missing,
-            RewardError,
-            "KeyError: 'answer'. The prompts' metadata has level, source; .*prompt.answer",
-        ),
+        (missing, RewardError, "KeyError: 'answer'. The prompts' metadata has level, source; .*prompt.answer"),
         (changing, ValueError, r"'changing' has changed the token ids of sample 1 \(prompt 7\).*work on a copy"),
         (changing_prompts, ValueError, "'changing_prompts' has changed the token ids of sample 0"),
         (changing_later, ValueError, "'changing_later' has changed the token ids of sample 1"),
@@ -299,10 +295,7 @@ def test_missing_part_makes_the_total_missing_or_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
-    [
-        ({}, ValueError, "at least one part"),
-        ({"a": 3}, TypeError, "part 'a' must be a callable"),
-    ],
+    [({}, ValueError, "at least one part"), ({"a": 3}, TypeError, "part 'a' must be a callable")],
 )
 def test_bad_weighted_sums_are_rejected(arguments: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

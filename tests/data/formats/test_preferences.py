@@ -17,11 +17,7 @@ def pair(prompt: list[int], chosen: list[int], rejected: list[int], margin: floa
     return PreferenceExample(*answers, margin)
 
 
-PAIRS = [
-    pair([5, 6], [7, 8, 1], [9, 1], 0.5),
-    pair([5], [7, 1], [9, 9, 9, 1], 2.0),
-    pair([4, 4, 4], [1], [2], -1.0),
-]
+PAIRS = [pair([5, 6], [7, 8, 1], [9, 1], 0.5), pair([5], [7, 1], [9, 9, 9, 1], 2.0), pair([4, 4, 4], [1], [2], -1.0)]
 
 
 class Answers:

@@ -35,13 +35,7 @@ from rlhfkit.rewards.base import OnFailure, RewardError, score_samples
 from rlhfkit.rewards.remote.wire import OpenRLHFFormat, SampleFormat
 from rlhfkit.serving import client
 from rlhfkit.serving.access import AccessToken
-from rlhfkit.serving.client import (
-    MAX_RETRY_AFTER,
-    Endpoint,
-    ServerUnavailable,
-    least_outstanding,
-    parse_retry_after,
-)
+from rlhfkit.serving.client import MAX_RETRY_AFTER, Endpoint, ServerUnavailable, least_outstanding, parse_retry_after
 from rlhfkit.serving.server import Server
 
 SECRET = "a-secret-of-24-characters"

@@ -188,10 +188,7 @@ def test_a_sample_needs_its_text_only_and_clients_of_openrlhf_are_served(post: A
         ({}, "samples: Field required"),
         ({"samples": [{"text": "x"}]}, "samples[0].prompt: Field required"),
         ({"samples": [{"prompt": {}, "token_ids": ["1"]}]}, "samples[0].token_ids[0]: Input should be a valid"),
-        (
-            {"samples": [{"prompt": {}, "token_ids": [True]}]},
-            "samples[0].token_ids[0]: Input should be a valid",
-        ),
+        ({"samples": [{"prompt": {}, "token_ids": [True]}]}, "samples[0].token_ids[0]: Input should be a valid"),
         ({"samples": [{"prompt": {}, "token_ids": [3, -1]}]}, "samples[0].token_ids[1]: Input should be greater than"),
         ({"samples": [{"prompt": {}, "token_ids": [2**31]}]}, "samples[0].token_ids[0]: Input should be less than"),
         ({"samples": [{"prompt": {"index": -1}}]}, "samples[0].prompt.index: Input should be greater than"),

@@ -130,8 +130,7 @@ def documented() -> dict[str, dict[str, str]]:
 
 @LINUX
 @pytest.mark.parametrize(
-    "situation",
-    [pytest.param(name, marks=[pytest.mark.long] * (name != "root")) for name in SITUATIONS],
+    "situation", [pytest.param(name, marks=[pytest.mark.long] * (name != "root")) for name in SITUATIONS]
 )
 def test_what_holds_is_what_the_table_says(situation: str) -> None:
     found = attacked(situation)
