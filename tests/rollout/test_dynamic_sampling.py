@@ -7,26 +7,20 @@ from typing import Any
 
 import lightning as L
 import pytest
-from rl_runs import SaveAt, fit_run, weights
+from rl_runs import SaveAt, fit_run, only_odd, weights
 
 from rlhfkit import DynamicSampling, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.parts.dynamic_sampling import has_signal
 
 
-def group(index: int, rewards: Sequence[float | None]) -> list[Sample]:
-    prompt = Prompt(index, [5])
-    return [Sample(prompt, place, [7], [0.0], [0], "stop", reward=reward) for place, reward in enumerate(rewards)]
+def group(rewards: Sequence[float | None]) -> list[Sample]:
+    return [Sample(Prompt(0, [5]), place, [7], [0.0], [0], "stop", reward=one) for place, one in enumerate(rewards)]
 
 
-def test_signal_is_a_difference_between_rewards_that_are_there() -> None:
-    assert has_signal(group(0, [1.0, 0.5]))
-    assert not has_signal(group(0, [1.0, 1.0]))
-    assert not has_signal(group(0, [1.0, None]))
-    assert not has_signal(group(0, [None, None]))
-
-
-def test_signal_by_a_part_or_a_function() -> None:
-    samples = group(0, [1.0, 0.9, None])
+def test_signal_is_a_difference_between_rewards_parts_or_values_of_a_function_that_are_there() -> None:
+    assert has_signal(group([1.0, 0.5]))
+    assert not any(map(has_signal, (group([1.0, 1.0]), group([1.0, None]), group([None, None]))))
+    samples = group([1.0, 0.9, None])
     for sample, right in zip(samples, [1.0, 1.0, math.nan], strict=True):
         sample.reward_parts = {"right": right, "length": sample.reward or math.nan}
     assert has_signal(samples)
@@ -36,20 +30,13 @@ def test_signal_by_a_part_or_a_function() -> None:
     assert not has_signal(samples, lambda sample: None)
     with pytest.raises(ValueError, match=r"by='wrong'.*: no reward part is called that; the parts are length, right"):
         has_signal(samples, "wrong")
-    assert DynamicSampling(keep=lambda samples: True).accepts(group(0, [1.0, 1.0]))
-
-
-def odd_prompts_only(samples: Sequence[Sample]) -> list[float]:
-    """Groups of even prompts all get 0; the others are rewarded for digits."""
-    shares = [sum(letter.isdigit() for letter in sample.text) / 8 + sample.sample_index / 100 for sample in samples]
-    return [share if sample.prompt.index % 2 else 0.0 for share, sample in zip(shares, samples, strict=True)]
+    assert DynamicSampling(keep=lambda samples: True).accepts(group([1.0, 1.0]))
 
 
 def run(folder: Path, *callbacks: L.Callback, resume: Path | None = None) -> tuple[Any, Any, list[list[int]]]:
     """Three iterations; the prompts of each are the last of what is returned."""
-    rollouts = RolloutCallback(
-        odd_prompts_only, sampling=SamplingSpec(group_size=4, max_new_tokens=8), parts=[DynamicSampling()]
-    )
+    sampling = SamplingSpec(group_size=4, max_new_tokens=8)
+    rollouts = RolloutCallback(only_odd, sampling=sampling, parts=[DynamicSampling()])
     iterations: list[list[int]] = []
 
     class Keep(L.Callback):

@@ -166,15 +166,22 @@ def test_every_request_has_seeds_of_its_own_and_no_company_changes_them(engine: 
         assert tokens(alone) == tokens(samples[5 * place : 5 * place + 5])
 
 
-def test_a_hint_is_read_and_not_trained_on(engine: Counted, folder: str) -> None:
+def test_a_hint_is_not_trained_on_and_a_given_text_ends_and_has_no_policy(engine: Counted, folder: str) -> None:
     async def hinted(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
-        return await sampler.sample(prompt, size, attempt=1, hint="?!")
+        return [*await sampler.sample(prompt, size - 1, attempt=1, hint="?!"), sampler.given(prompt, "42")]
 
-    hint = tiny_tokenizer().encode("?!", add_special_tokens=False)
-    for sample in run(engine, hinted, folder):
-        plain = prompts()[sample.prompt.index - 10]
-        assert sample.prompt.token_ids.tolist() == [*plain.token_ids.tolist(), *hint]
-        check_logprobs(engine, sample)
+    hint, samples = tiny_tokenizer().encode("?!", add_special_tokens=False), run(engine, hinted, folder)
+    for sample in samples:
+        if sample not in samples[3::4]:
+            plain = prompts()[sample.prompt.index - 10]
+            assert sample.prompt.token_ids.tolist() == [*plain.token_ids.tolist(), *hint]
+            check_logprobs(engine, sample)
+    for sample in samples[3::4]:
+        assert sample.text == "42"
+        assert sample.token_ids.tolist()[-1] == tiny_tokenizer().eos_token_id
+        assert all(map(math.isnan, sample.logprobs.tolist()))
+        assert set(sample.versions.tolist()) == {-1}
+        assert (sample.sample_index, sample.finish_reason) == (3, "stop")
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -213,56 +220,39 @@ def test_a_conversation_reads_what_was_appended_and_learns_what_the_policy_said(
         check_logprobs(engine, sample)
 
 
-def test_a_given_text_ends_properly_and_has_no_policy(engine: Counted, folder: str) -> None:
-    async def taught(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
-        return [*await sampler.sample(prompt, size - 1), sampler.given(prompt, "42")]
-
-    for sample in run(engine, taught, folder)[3::4]:
-        assert sample.text == "42"
-        assert sample.token_ids.tolist()[-1] == tiny_tokenizer().eos_token_id
-        assert all(map(math.isnan, sample.logprobs.tolist()))
-        assert set(sample.versions.tolist()) == {-1}
-        assert (sample.sample_index, sample.finish_reason) == (3, "stop")
+def plain(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+    return []
 
 
 def test_what_makes_no_group_is_an_error_that_says_why(engine: Counted, folder: str) -> None:
-    def plain(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
-        return []
+    async def returned(value: Any) -> Any:
+        return value
+
+    async def full(prompt: Prompt, sampler: GroupSampler) -> Any:
+        return await sampler.continue_((await sampler.sample(prompt, 1, hint="x"))[0], 1)
+
+    async def unscored(prompt: Prompt, sampler: GroupSampler) -> Any:
+        return await sampler.score(await sampler.sample(prompt, 1))
 
     with pytest.raises(TypeError, match="write `async def plain"):
         run(engine, plain, folder)
-
-    async def none(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
-        return []
-
-    async def text(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
-        return "42"
-
-    async def foreign(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
-        return await sampler.sample(dataclasses.replace(prompt, index=99), 2)
-
-    async def full(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
-        return await sampler.continue_((await sampler.sample(prompt, 1, hint="x"))[0], 1)
-
-    async def long(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
-        return await sampler.sample(prompt, 1, hint="x" * 64)
-
-    async def unscored(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
-        return await sampler.score(await sampler.sample(prompt, 1))
-
-    async def broken(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
-        raise LookupError("lost")
-
     ends_late = dataclasses.replace(SAMPLING, min_new_tokens=8)
-    for function, kind, message in (
-        (none, GroupError, "no sample for prompt 10: return at least one"),
-        (text, GroupError, "returned str for prompt 10"),
-        (foreign, GroupError, "for prompt 10 returned samples of prompt 99"),
+    for made, kind, message in (
+        (lambda prompt, sampler: returned([]), GroupError, "no sample for prompt 10: return at least one"),
+        (lambda prompt, sampler: returned("42"), GroupError, "returned str for prompt 10"),
+        (
+            lambda prompt, sampler: sampler.sample(dataclasses.replace(prompt, index=99), 2),
+            GroupError,
+            "for prompt 10 returned samples of prompt 99",
+        ),
         (full, ValueError, "leaves no room to continue it"),
-        (long, ValueError, "the context is 64"),
+        (lambda prompt, sampler: sampler.sample(prompt, 1, hint="x" * 64), ValueError, "the context is 64"),
         (unscored, RuntimeError, r"needs RolloutCallback\(reward="),
-        (broken, LookupError, "lost"),
     ):
+
+        async def function(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
+            return await made(prompt, sampler)  # noqa: B023
+
         with pytest.raises(kind, match=message):
             run(engine, function, folder, ends_late)
 
@@ -306,28 +296,18 @@ def test_everything_that_functions_do_trains_with_every_kind_of_rollout(tmp_path
     assert not rollouts.groups._scored  # type: ignore[union-attr]
 
 
-def test_a_group_that_was_scored_as_it_is_is_not_scored_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "capped"), [(1, True), (3, False), (7, True)])
+def test_an_iteration_of_groups_of_any_size_trains_every_sample_once(tmp_path: Path, size: int, capped: bool) -> None:
     scored: list[int] = []
 
     def counted(samples: Sequence[Sample]) -> list[float]:
         scored.extend(map(id, samples))
         return digits(samples)
 
-    async def once(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
-        group = await sampler.sample(prompt, size)
-        await sampler.score(group)
-        return group if prompt.index % 2 else group[1:]  # a part of a group may be judged otherwise
-
-    rollouts = RolloutCallback(counted, sampling=SAMPLING, group=once)
-    fit_run(tmp_path, rollouts=rollouts, max_epochs=1)
-    odd = sum(index % 2 for index in {sample.prompt.index for sample in rollouts.samples})
-    assert len(scored) == 4 * odd + (4 + 3) * (8 - odd)
-
-
-@pytest.mark.parametrize(("size", "capped"), [(1, True), (3, False), (7, True)])
-def test_an_iteration_of_groups_of_any_size_trains_every_sample_once(tmp_path: Path, size: int, capped: bool) -> None:
     async def uneven(prompt: Prompt, count: int, sampler: GroupSampler) -> list[Sample]:
-        return await sampler.sample(prompt, 4 if prompt.index % 3 else size)
+        made = await sampler.sample(prompt, 4 if prompt.index % 3 else size)
+        await sampler.score(made)
+        return made[1:] if prompt.index % 3 == 1 else made  # a part of a group may be judged otherwise
 
     trained: list[tuple[int, int]] = []
 
@@ -336,7 +316,7 @@ def test_an_iteration_of_groups_of_any_size_trains_every_sample_once(tmp_path: P
             used = batch.action_mask.any(-1)
             trained.extend(zip(batch.group[used].tolist(), batch.sample_index[used].tolist(), strict=True))
 
-    rollouts = RolloutCallback(digits, sampling=SAMPLING, group=uneven)
+    rollouts = RolloutCallback(counted, sampling=SAMPLING, group=uneven)
     sizes = {"max_tokens_per_micro_batch": 64, "updates_per_iteration": 2, "micro_batch_size": None} if capped else {}
     trainer, *_ = fit_run(
         tmp_path,
@@ -348,7 +328,10 @@ def test_an_iteration_of_groups_of_any_size_trains_every_sample_once(tmp_path: P
     )
     made = [(sample.prompt.index, sample.sample_index) for sample in rollouts.samples]
     assert sorted(trained) == sorted(made)
-    assert len(made) == sum(4 if index % 3 else size for index in {index for index, _ in made})
+    drawn = {index for index, _ in made}
+    assert len(made) == sum((size, 3, 4)[index % 3] for index in drawn)
+    # What was scored as it is, is not scored again.
+    assert len(scored) == len(made) + sum(4 for index in drawn if index % 3 == 1)
     assert trainer.global_step == 2
 
 

@@ -37,10 +37,10 @@ from rlhfkit.rollout.collector import CollectedGroups
 from rlhfkit.rollout.replay import sample_from_state, sample_state
 
 
-def group(index: int, rewards: Sequence[float | None], version: int = 0) -> list[Sample]:
+def group(index: int, rewards: Sequence[float | None]) -> list[Sample]:
     prompt = Prompt(index, [5], text="a", answer=3, metadata={"source": "x"})
     return [
-        Sample(prompt, place, [7, place], [-0.5, -1.25], [version, version + 1], "stop", reward=reward)
+        Sample(prompt, place, [7, place], [-0.5, -1.25], [0, 1], "stop", reward=reward)
         for place, reward in enumerate(rewards)
     ]
 
@@ -80,11 +80,11 @@ def test_groups_without_a_signal_are_replaced_by_kept_ones_in_their_places() -> 
 def test_a_group_is_replayed_until_a_token_is_too_old_and_ages_are_logged() -> None:
     replay = ReplayBuffer(max_age=3, fraction=1.0)
     silent = [[group(10 + number, EQUAL), group(20 + number, EQUAL)] for number in range(4)]
-    runs = iterations(replay, [group(0, GOOD, version=0), group(1, EQUAL)], *silent)
+    runs = iterations(replay, [group(0, GOOD), group(1, EQUAL)], *silent)
     assert [run[0] for run in runs] == [(0, False), (0, True), (0, True), (0, True), (13, False)]
-    again = ReplayBuffer(max_age=3, fraction=1.0)
-    iterations(again, [group(0, GOOD, version=0), group(1, EQUAL)], *silent[:3])
-    assert again.measured == {
+    replay = ReplayBuffer(max_age=3, fraction=1.0)
+    iterations(replay, [group(0, GOOD), group(1, EQUAL)], *silent[:3])
+    assert replay.measured == {
         "rollout/replayed_fraction": 0.5,
         "rollout/replayed_age": 2.5,  # tokens of versions 0 and 1 at version 3
         "rollout/replayed_age_max": 3.0,
@@ -144,19 +144,6 @@ def test_states_are_plain_and_hold_every_field_exactly() -> None:
     assert repr(restored) == repr(sample)  # NaN is not equal to itself
 
 
-def test_the_newest_group_of_a_prompt_counts_where_several_ranks_states_hold_one() -> None:
-    states = []
-    for number in (0, 1):
-        replay = ReplayBuffer()
-        replay.replay(collected(group(0, [1.0, float(number) / 2])), iteration=number, version=0, seed=0)
-        states += replay.state_dict(0)
-    replay.take(states, group_size=2)
-    assert len(replay.state_dict(0)) == 1
-    assert replay.state_dict(0)[0]["iteration"] == 1
-    replay.take(states, group_size=3)  # the run goes on with larger groups
-    assert replay.state_dict(0) == []
-
-
 # ---------------------------------------------------------------------- the expected gradient
 
 TOKENS, LENGTH = 3, 2
@@ -175,13 +162,13 @@ def token_logprobs(logits: Tensor, sequence: tuple[int, ...]) -> Tensor:
     return torch.stack([found[0, sequence[0]], found[1 + sequence[0], sequence[1]]])
 
 
-def expected_gradient(policy: Tensor, behaviour: Tensor, *, signal_only: bool, correction: Any) -> Tensor:
+def expected_gradient(policy: Tensor, behaviour: Tensor, *corrections: Correction, signal_only: bool = True) -> Tensor:
     """Sum over all pairs of samples: their probability under the behaviour, times the gradient of the module's loss."""
     module = GRPOModule(
         "anywhere",
         advantage_scale="none",
         aggregation="sequence-mean-token-sum",
-        parts=[] if correction is None else [Correction(correction)],
+        parts=corrections,
         policy_loss="ppo_loss",
     )
     logits = policy.clone().requires_grad_()
@@ -199,13 +186,10 @@ def expected_gradient(policy: Tensor, behaviour: Tensor, *, signal_only: bool, c
         )
         advantages = group_advantages(rewards, batch.group, scale="none")[:, None].expand(2, LENGTH)
         batch.advantages, batch.rollout_logprobs = advantages, made
-        logprobs = torch.stack([token_logprobs(logits, one) for one in pair])
-        loss = module.loss(batch, PolicyOutput(logprobs, None)).loss
+        output = PolicyOutput(torch.stack([token_logprobs(logits, one) for one in pair]), None)
+        loss = module.loss(batch, output).loss
         total += made.sum().exp() * torch.autograd.grad(loss, logits)[0]
     return total
-
-
-EXACT = {"level": "sequence", "mode": "none"}
 
 
 def test_with_weights_of_sequences_the_expected_gradient_of_replayed_groups_is_the_on_policy_one() -> None:
@@ -214,11 +198,11 @@ def test_with_weights_of_sequences_the_expected_gradient_of_replayed_groups_is_t
     value = sum(token_logprobs(logits, one).sum().exp() * REWARDS[one] for one in SEQUENCES)
     # The mean of a group of two includes the sample itself: half of the gradient of the expected reward.
     exact = -0.5 * torch.autograd.grad(value, logits)[0]
-    on_policy = expected_gradient(policy, policy, signal_only=False, correction=None)
-    replayed = expected_gradient(policy, behaviour, signal_only=True, correction=EXACT)
+    on_policy = expected_gradient(policy, policy, signal_only=False)
+    replayed = expected_gradient(policy, behaviour, Correction({"level": "sequence", "mode": "none"}))
     torch.testing.assert_close(on_policy, exact, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(replayed, exact, rtol=1e-12, atol=1e-14)
-    without = expected_gradient(policy, behaviour, signal_only=True, correction=None)
+    without = expected_gradient(policy, behaviour)
     assert (without - exact).abs().max() > 0.1 * exact.abs().max()
 
 
@@ -296,25 +280,37 @@ def test_a_recorded_run_with_a_buffer_is_repeated_bitwise(straight: Any) -> None
     assert all(torch.equal(tensor, weights(module)[name]) for name, tensor in weights(repeated).items())
 
 
-def test_groups_of_other_ranks_states_are_divided_when_the_number_of_ranks_changes() -> None:
+def saved(part: ReplayBuffer | None, index: int, iteration: int = 0, reward: float = 1.0) -> ReplayBuffer:
+    """The part after an iteration with one group."""
+    assert part is not None
+    part.replay(collected(group(index, [reward, 0.0])), iteration=iteration, version=0, seed=0)
+    return part
+
+
+def test_groups_of_all_ranks_states_are_divided_and_the_newest_of_a_prompt_counts() -> None:
     def callback() -> RolloutCallback:
         return RolloutCallback(only_odd, sampling=SamplingSpec(group_size=2), parts=[ReplayBuffer()])
 
-    saved = []
+    states = []
     for prompt in range(4):  # each of four ranks has one
         one = callback()
-        kept = one.part(ReplayBuffer)
-        assert kept is not None
-        kept.replay(collected(group(prompt, GOOD)), iteration=0, version=0, seed=0)
-        saved.append({"callbacks": {one.state_key: one.state_dict()}})
+        saved(one.part(ReplayBuffer), prompt)
+        states.append({"callbacks": {one.state_key: one.state_dict()}})
     found = []
     for rank in range(2):
         one = callback()
         trainer: Any = SimpleNamespace(global_rank=rank, world_size=2)
-        one.on_load_checkpoint(trainer, trainer, {STATES_OF_RANKS: saved})
-        one.load_state_dict(saved[0]["callbacks"][one.state_key])
+        one.on_load_checkpoint(trainer, trainer, {STATES_OF_RANKS: states})
+        one.load_state_dict(states[0]["callbacks"][one.state_key])
         found.append([first(each).prompt.index for each in one.state_dict()["parts"]["ReplayBuffer[0]"]])
     assert found == [[0, 2], [1, 3]]
+
+    kept = [saved(ReplayBuffer(), 0, number, 1.0 - number / 2).state_dict(0)[0] for number in (0, 1)]
+    replay = ReplayBuffer()
+    replay.take(kept, group_size=2)
+    assert [state["iteration"] for state in replay.state_dict(0)] == [1]
+    replay.take(kept, group_size=3)  # the run goes on with larger groups
+    assert replay.state_dict(0) == []
 
 
 @pytest.mark.parametrize(
@@ -327,9 +323,8 @@ def test_groups_of_other_ranks_states_are_divided_when_the_number_of_ranks_chang
 def test_a_module_without_weights_and_groups_of_one_are_refused(
     tmp_path: Path, correction: Part, group_size: int, says: str
 ) -> None:
-    rollouts = RolloutCallback(
-        only_odd, sampling=SamplingSpec(group_size=group_size, max_new_tokens=4), parts=[ReplayBuffer()]
-    )
+    sampling = SamplingSpec(group_size=group_size, max_new_tokens=4)
+    rollouts = RolloutCallback(only_odd, sampling=sampling, parts=[ReplayBuffer()])
     trainer, module, data, _ = setup_run(tmp_path, module_arguments={"parts": [correction]}, rollouts=rollouts)
     with pytest.raises(ValueError, match=says):
         trainer.fit(module, data)

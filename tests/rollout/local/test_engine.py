@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from tiny_models import local_engine, prompts_of, tiny_model, tiny_tokenizer, to
 from rlhfkit.data import Prompt
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
+from rlhfkit.rollout.engine import sample_seed
+from rlhfkit.rollout.local.generator import truncate
 
 TEXTS = ["1+2=", "hello world", "a", "12345 67"]
 
@@ -24,14 +27,6 @@ def engine(folder: Path, model: torch.nn.Module) -> Iterator[LocalEngine]:
     engine = local_engine(folder, model, version=7)
     yield engine
     engine.close()
-
-
-def test_without_a_trainer_it_serves_the_models_own_weights(folder: Path, engine: LocalEngine) -> None:
-    alone = local_engine(folder)
-    assert alone.version == 0
-    sampling = SamplingSpec(group_size=2, max_new_tokens=8)
-    made = [other.generate(prompts_of(TEXTS), sampling, iteration=0) for other in (alone, engine)]
-    assert [sample.token_ids.tolist() for sample in made[0]] == [sample.token_ids.tolist() for sample in made[1]]
 
 
 def test_greedy_is_transformers_greedy(engine: LocalEngine, model: torch.nn.Module) -> None:
@@ -49,14 +44,10 @@ def test_a_sample_does_not_depend_on_its_neighbours(engine: LocalEngine, folder:
     backwards = engine.generate(prompts_of(TEXTS)[::-1], spec, iteration=3)
     assert [(s.prompt.index, s.sample_index) for s in together] == [(p, s) for p in range(4) for s in range(4)]
     assert [sample.token_ids.tolist() for sample in together] == [sample.token_ids.tolist() for sample in by_three]
+    later = engine.generate(prompts_of(TEXTS), spec, iteration=4)
+    assert [sample.token_ids.tolist() for sample in together] != [sample.token_ids.tolist() for sample in later]
     groups = [backwards[first : first + 4] for first in range(0, 16, 4)][::-1]
     assert [s.token_ids.tolist() for s in together] == [s.token_ids.tolist() for group in groups for s in group]
-
-
-def test_samples_of_a_group_and_of_iterations_differ(engine: LocalEngine) -> None:
-    spec = SamplingSpec(group_size=4, max_new_tokens=20)
-    first, second = (engine.generate(prompts_of(["a"]), spec, iteration=i) for i in (0, 1))
-    assert len({tuple(sample.token_ids.tolist()) for sample in [*first, *second]}) == 8
 
 
 def test_tokens_come_with_their_probability(folder: Path, model: torch.nn.Module) -> None:
@@ -65,9 +56,8 @@ def test_tokens_come_with_their_probability(folder: Path, model: torch.nn.Module
     made = engine.generate(prompts_of(["a"]), SamplingSpec(group_size=4000, max_new_tokens=1), iteration=0)
     counts = torch.bincount(torch.tensor([sample.token_ids.tolist()[0] for sample in made]), minlength=128)
     with torch.no_grad():
-        expected = (
-            model(input_ids=torch.tensor([prompts_of(["a"])[0].token_ids.tolist()])).logits[0, -1].softmax(-1) * 4000
-        )
+        ids = torch.tensor([prompts_of(["a"])[0].token_ids.tolist()])
+        expected = model(input_ids=ids).logits[0, -1].softmax(-1) * 4000
     often = expected >= 5
     merged = torch.cat([counts[often].float(), counts[~often].sum()[None]])
     wanted = torch.cat([expected[often], expected[~often].sum()[None]])
@@ -76,19 +66,18 @@ def test_tokens_come_with_their_probability(folder: Path, model: torch.nn.Module
     assert float(((merged - wanted).square() / wanted).sum()) < limit
 
 
-def test_stop_token_ends_a_sample_and_belongs_to_it(engine: LocalEngine) -> None:
-    made = engine.generate(prompts_of(TEXTS), SamplingSpec(group_size=16, max_new_tokens=60), iteration=0)
-    stopped = [sample for sample in made if sample.finish_reason == "stop"]
-    assert stopped
-    eos = tiny_tokenizer().eos_token_id
-    assert all(sample.token_ids.tolist()[-1] == eos and eos not in sample.token_ids.tolist()[:-1] for sample in stopped)
-    others = [sample for sample in made if sample.finish_reason == "length"]
-    assert all(len(sample.token_ids) == 60 and eos not in sample.token_ids.tolist() for sample in others)
-
-
-def test_min_new_tokens_forbids_early_stops(engine: LocalEngine) -> None:
-    spec = SamplingSpec(group_size=32, max_new_tokens=30, min_new_tokens=20)
-    assert all(len(sample.token_ids) >= 20 for sample in engine.generate(prompts_of(TEXTS), spec, iteration=0))
+@pytest.mark.parametrize("least", [0, 20])
+def test_stop_token_ends_a_sample_and_belongs_to_it(engine: LocalEngine, least: int) -> None:
+    spec = SamplingSpec(group_size=16, max_new_tokens=60, min_new_tokens=least)
+    eos, reasons = tiny_tokenizer().eos_token_id, set()
+    for sample in engine.generate(prompts_of(TEXTS), spec, iteration=0):
+        *before, last = sample.token_ids.tolist()
+        assert eos not in before
+        assert sample.finish_reason == ("stop" if last == eos else "length")
+        assert last == eos or sample.num_tokens == 60
+        assert sample.num_tokens >= least
+        reasons.add(sample.finish_reason)
+    assert reasons == {"stop", "length"}
 
 
 def test_stop_text_ends_a_sample(engine: LocalEngine) -> None:
@@ -120,3 +109,33 @@ def test_a_closed_engine_starts_again_with_another_model(folder: Path, tmp_path:
     engine.start(str(other), dtype=torch.float32)
     engine.load(ModuleWeights(load_causal_lm(str(other))), version=1)
     assert engine.generate(prompts_of(TEXTS), SamplingSpec(group_size=1, max_new_tokens=2), iteration=0)
+
+
+PROBABILITIES = torch.tensor([[0.05, 0.4, 0.15, 0.3, 0.1]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_p": 0.65}, [1, 3]),
+        ({"top_p": 0.71}, [1, 2, 3]),
+        ({"top_p": 0.01}, [1]),
+        ({"min_p": 0.3}, [1, 2, 3]),
+        ({"min_p": 0.3, "top_k": 2}, [1, 3]),
+    ],
+    ids=str,
+)
+def test_truncation_keeps_what_its_rule_says_and_a_spec_knows_that_it_does(arguments: Any, tokens: list[int]) -> None:
+    kept = truncate(PROBABILITIES.log(), SamplingSpec(**arguments))[0]
+    assert kept.isfinite().nonzero()[:, 0].tolist() == tokens
+    assert SamplingSpec(**arguments, temperature=0.5).truncates is bool(arguments)
+    assert not SamplingSpec(**arguments, group_size=1, temperature=0.0).truncates
+    assert SamplingSpec(min_new_tokens=2).truncates
+
+
+def test_seeds_tell_samples_apart() -> None:
+    seeds = {sample_seed(*key) for key in [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
