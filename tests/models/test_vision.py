@@ -8,7 +8,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from peft import PeftModel
+from lazy_module import LazyModule
 from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
@@ -25,6 +25,8 @@ from rlhfkit.models.heads import row_difference
 from rlhfkit.models.lora import adapter_layers, vision_parameters
 from rlhfkit.models.vision import VISION_FAMILIES as KNOWN
 from rlhfkit.models.vision import VisionProcessor, image_token_id, load_processor
+
+peft = LazyModule("peft")
 
 TOLERANCE = 2e-5
 
@@ -239,7 +241,7 @@ def test_an_adapter_of_both_parts_is_the_same_in_every_export(name: str, root: P
         read = policy_output(load_causal_lm(str(tmp_path / "adapter")).eval(), case.batch, case.mask).logprobs
         torch.testing.assert_close(read, expected, atol=TOLERANCE, rtol=0)
         models = {each: plain_model(tmp_path / each) for each in ("merged", "command")}
-        models["peft"] = PeftModel.from_pretrained(plain_model(folder), tmp_path / "adapter")
+        models["peft"] = peft.PeftModel.from_pretrained(plain_model(folder), tmp_path / "adapter")
         for place, model in models.items():
             for row, found in enumerate(case.plain_logprobs(model.eval())):
                 torch.testing.assert_close(found, expected[row, : len(found)], atol=1e-4, rtol=0, msg=f"{place}, {row}")
