@@ -27,7 +27,6 @@ Transformers 5.19). A family that is not listed is padded and its logits are com
   Packed or not, log-probs and entropies are within 1e-4 nats, and the gradient within 1e-4 of its norm, of
   Transformers' results for one sequence at a time with its own attention.
 - **shared prompts**: a prefix that neighbouring rows share is computed once; counted in the same test.
-- **LoRA**: `LoRA(targets="all-linear")` trains, and the merged export equals the model with adapters.
 - **vLLM sync**: weights from a trainer are loaded by vLLM 0.32's CPU build under the names that it expects, and
   after two updates its log-probs equal Transformers' within 5e-5 nats. A family that "differs by itself" differs
   with weights that vLLM has read from the files too. The probe after a sync refuses such a run unless
@@ -35,8 +34,8 @@ Transformers 5.19). A family that is not listed is padded and its logits are com
   Recorded in `docs/model_families_vllm.json`; `pytest -m families` tests all families marked "yes", `make test-all`
   three.
 
-For every family the test also samples with `LocalEngine`, whose log-probs equal the trainer's within 1e-4 nats, and
-saves and loads the model.
+For every family the test also samples with `LocalEngine`, whose log-probs equal the trainer's within 1e-4 nats, saves
+and loads the model, and trains it with `LoRA(targets="all-linear")`: the merged export equals the model with adapters.
 """
 
 
@@ -55,12 +54,12 @@ def render() -> str:
     unknown = sorted(set(recorded) - {family.name for family in entries})
     if unknown:
         raise ValueError(f"{VLLM.name} names {', '.join(unknown)}, which tests/models/families.py does not have")
-    columns = ["Family", "`model_type`", "packed", "shared prompts", "vLLM sync", "LoRA", "Notes"]
+    columns = ["Family", "`model_type`", "packed", "shared prompts", "vLLM sync", "Notes"]
     rows = [columns, ["---"] * len(columns)]
     for family in entries:
         packed = "yes" if family.packed else "no"
         name, kind = family.name, f"`{family.model_type}`"
-        rows.append([name, kind, packed, packed, recorded.get(name, "not tried"), "yes", family.notes])
+        rows.append([name, kind, packed, packed, recorded.get(name, "not tried"), family.notes])
     count = f"\n{len(entries)} families, {sum(family.packed for family in entries)} of them packed:\n\n"
     return HEAD + count + "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
