@@ -60,6 +60,17 @@ def test_every_token_has_the_log_prob_of_its_own_version(folder: Path, models: l
     assert float((everyones[0] - everyones[1]).abs().mean()) > 0.1
 
 
+def test_weights_that_are_the_same_change_nothing(folder: Path, models: list[torch.nn.Module]) -> None:
+    spec = SamplingSpec(group_size=4, max_new_tokens=24)
+    engine = SwappedInside()
+    engine.models = [models[0]] * 3
+    engine.start(str(folder), dtype=torch.float32)
+    engine.load(ModuleWeights(models[0]), version=0)
+    swapped = engine.generate(prompts_of(TEXTS), spec, iteration=1)
+    plain = local_engine(folder, models[0]).generate(prompts_of(TEXTS), spec, iteration=1)
+    assert [sample.token_ids.tolist() for sample in swapped] == [sample.token_ids.tolist() for sample in plain]
+
+
 def test_a_load_that_fails_ends_what_is_being_generated(folder: Path, models: list[torch.nn.Module]) -> None:
     engine = local_engine(folder, models[0])
     stream = engine.stream(SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400), iteration=0)
