@@ -20,22 +20,6 @@ def test_mask_is_on_the_next_token_axis_and_the_first_token_is_never_learned() -
     assert batch.token_denominator is None
 
 
-def test_totals_travel_with_the_batch() -> None:
-    batch = collate_tokens(EXAMPLES, StepTotals(tokens=40.0, sequences=10.0, micro_batches=4))
-    assert batch.token_denominator == 10.0
-    assert batch.sequence_denominator == 2.5
-    assert batch.to("cpu").select([1]).token_denominator == 10.0
-
-
-def test_without_targets_keeps_the_sequences() -> None:
-    batch = collate_tokens(EXAMPLES, StepTotals(40.0, 10.0, 4))
-    empty = batch.without_targets()
-    assert not empty.loss_mask.any()
-    assert torch.equal(empty.input_ids, batch.input_ids)
-    assert empty.step_tokens == 40.0
-    assert batch.loss_mask.any()
-
-
 def test_a_placeholder_is_two_tokens_with_the_fields_of_any_batch() -> None:
     batch = collate_tokens([TokenExample([1, 2, 3], [False, True, True])], StepTotals(2.0, 1.0, 4))
     for blank in (batch.placeholder(), batch.select([]).placeholder()):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from data.examples import Table
 from rlhfkit.data import PreferenceBatch
 from rlhfkit.data.batch import StepTotals, TokenExample
 from rlhfkit.data.formats import PreferenceExample, collate_preferences
@@ -20,16 +21,7 @@ def pair(prompt: list[int], chosen: list[int], rejected: list[int], margin: floa
 PAIRS = [pair([5, 6], [7, 8, 1], [9, 1], 0.5), pair([5], [7, 1], [9, 9, 9, 1], 2.0), pair([4, 4, 4], [1], [2], -1.0)]
 
 
-class Answers:
-    """2N answers in a list."""
-
-    def __init__(self, pairs: list[PreferenceExample]) -> None:
-        self.answers = [answer for pair in pairs for answer in (pair.chosen, pair.rejected)]
-        self.lengths = [len(answer.input_ids) for answer in self.answers]
-        self.targets = [answer.targets for answer in self.answers]
-
-    def __getitem__(self, index: int):
-        return self.answers[index]
+ANSWERS = Table(answer for pair in PAIRS for answer in (pair.chosen, pair.rejected))
 
 
 def test_chosen_and_rejected_are_neighbours_and_the_mask_selects_the_answers() -> None:
@@ -45,7 +37,7 @@ def test_chosen_and_rejected_are_neighbours_and_the_mask_selects_the_answers() -
 
 
 def test_totals_count_pairs_and_tokens_of_chosen_answers() -> None:
-    examples = ExampleTable(Answers(PAIRS), PreferenceExample, each=2, margin=[0.5, 2.0, -1.0])
+    examples = ExampleTable(ANSWERS, PreferenceExample, each=2, margin=[0.5, 2.0, -1.0])
     assert examples.lengths == [9, 8, 8]
     assert examples.targets == [3, 2, 1]
     assert [examples[i] for i in range(3)] == PAIRS
@@ -70,17 +62,12 @@ def test_pairs_survive_select_moving_and_saving() -> None:
         batch.select([0, 1, 2])
 
 
-def test_reference_log_probs_travel_with_the_pairs() -> None:
-    examples = ExampleTable(Answers(PAIRS), PreferenceExample, each=2)
+def test_reference_log_probs_travel_with_the_pairs_which_have_all_or_none() -> None:
+    examples = ExampleTable(ANSWERS, PreferenceExample, each=2)
     examples.values["ref_logprobs"] = torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]])
     batch = collate_preferences([examples[2], examples[0]])
     assert batch.ref_logprobs.tolist() == [-5.0, -6.0, -1.0, -2.0]
     with pytest.raises(ValueError, match="ref_logprobs is set in 1 of 2 pairs"):
-        collate_preferences([examples[0], ExampleTable(Answers(PAIRS), PreferenceExample, each=2)[1]])
-
-
-def test_what_does_not_fit_is_rejected() -> None:
+        collate_preferences([examples[0], ExampleTable(ANSWERS, PreferenceExample, each=2)[1]])
     with pytest.raises(ValueError, match=r"2 of the answers, of which there are 6, .* got 2 of margin"):
-        ExampleTable(Answers(PAIRS), PreferenceExample, each=2, margin=[1.0, 2.0])
-    with pytest.raises(ValueError, match="at least one example, got none"):
-        collate_preferences([])
+        ExampleTable(ANSWERS, PreferenceExample, each=2, margin=[1.0, 2.0])

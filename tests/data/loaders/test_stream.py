@@ -18,21 +18,14 @@ def example(number: int) -> TokenExample:
     return TokenExample([number] * length, [False] + [generator.random() < 0.6 for _ in range(length - 2)] + [True])
 
 
-def open_stream(place: Any) -> Iterator[tuple[int, TokenExample]]:
-    """Examples that carry their number as token; places skip two numbers of three, as a filter would."""
-    for number in itertools.count(0 if place is None else place):
-        if number % 3 == 0:
-            yield number + 1, example(number)
-
-
 class Numbers:
-    """The stream of :func:`open_stream`."""
+    """Examples that carry their number as token; places skip two numbers of three, as a filter would."""
 
     def __init__(self, fingerprint: str = "") -> None:
         self.fingerprint = fingerprint
 
     def open(self, place: Any = None) -> Iterator[tuple[int, TokenExample]]:
-        return open_stream(place)
+        return ((number + 1, example(number)) for number in itertools.count(place or 0) if number % 3 == 0)
 
 
 def loader(**options: Any) -> StepLoader[TokenBatch]:
