@@ -17,11 +17,11 @@ from rlhfkit import (
     LocalEngine,
     PromptDataModule,
     RolloutCallback,
-    RunReport,
     Sample,
     SamplingSpec,
 )
 from rlhfkit.distributed import gather_objects
+from rlhfkit.rollout import ModuleWeights
 
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 """Of this process, and those of its launch. Read once: Lightning deletes WORLD_SIZE when a fit ends."""
@@ -160,50 +160,30 @@ def samples_of_all_ranks(rollouts: RolloutCallback) -> list[Sample]:
     return [sample for _, sample in sorted(everyone, key=lambda each: each[0])]
 
 
-def train_on_ranks(folder: Path, strategies: list[str]) -> dict[str, Any]:
-    """Entry point of a rank: the same run under each strategy.
+class Iterations(L.Callback):
+    """What each iteration was trained on, on all ranks, and the weights in the end, from any strategy."""
 
-    ``"ddp shared"``: with one engine for all ranks; ``"ddp stream"``: with a stream of prompts, after the first
-    iteration of the run of one rank, which is saved beside the folder.
-    """
-    results: dict[str, Any] = {}
-    for name in strategies:
-        strategy, *option = name.split()
-        engine = SharedEngine() if option == ["shared"] else None
-        saved = folder.parent / "stream.ckpt" if option == ["stream"] else None
-        sampling = SamplingSpec(group_size=4, max_new_tokens=8)
-        trainer, module, data, rollouts = setup_run(
-            folder / f"rank{RANK}",  # ranks must not write the same model
-            module=PlainGRPO,
-            module_arguments={"lr": 0.05, "kl_coef": 0.01},
-            data_arguments={"micro_batch_size": 8 // RANKS}
-            | ({"streaming": True, "shuffle_buffer_size": 16} if saved else {}),
-            rollouts=RolloutCallback(digits, engine=engine, sampling=sampling),
-            callbacks=[RunReport(str(folder / f"{name}.html"))],
-            **on_all_ranks(strategy),
-        )
-        total: list[float] = []
-        tokens: list[list[int]] = []
+    def __init__(self) -> None:
+        self.samples: list[list[Sample]] = []
+        self.began: list[int] = []
+        """Updates before each."""
+        self.weights: list[float] = []
+        """A number for each of the policy's."""
 
-        class Keep(L.Callback):
-            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-                if saved and RANKS == 1 and trainer.is_last_batch and not trainer.current_epoch:  # noqa: B023
-                    trainer.save_checkpoint(saved)  # noqa: B023
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.began.append(trainer.global_step)
 
-            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-                tokens.extend(sample.token_ids.tolist() for sample in samples_of_all_ranks(rollouts))  # noqa: B023
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.samples.append(samples_of_all_ranks(RolloutCallback.of(trainer)))
 
-            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-                from rlhfkit.rollout import ModuleWeights
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = [float(tensor.double().abs().sum()) for _, tensor in ModuleWeights(pl_module.policy)]
 
-                total.extend(float(tensor.double().abs().sum()) for _, tensor in ModuleWeights(pl_module.policy))  # noqa: B023
+    @property
+    def tokens(self) -> list[list[Any]]:
+        """Of each iteration the place and the tokens of each sample."""
+        return [[[one.prompt.index, one.sample_index, one.token_ids.tolist()] for one in each] for each in self.samples]
 
-        trainer.callbacks.append(Keep())
-        trainer.fit(module, data, ckpt_path=saved if RANKS > 1 else None)
-        results[name] = {
-            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "tokens": tokens,
-            "weights": total,
-            "steps": trainer.global_step,
-        }
-    return results
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [list(dict.fromkeys(one.prompt.index for one in each)) for each in self.samples]

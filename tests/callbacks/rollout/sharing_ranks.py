@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,19 @@ from typing import Any
 import lightning as L
 import torch
 from rank_store_ranks import raised
-from rl_runs import RANK, RANKS, PlainGRPO, digits, fit_run, on_all_ranks, only_odd, samples_of_all_ranks, weights
+from rl_runs import (
+    RANK,
+    RANKS,
+    Iterations,
+    PlainGRPO,
+    SaveAt,
+    SharedEngine,
+    digits,
+    fit_run,
+    on_all_ranks,
+    only_odd,
+    setup_run,
+)
 
 from rlhfkit import (
     DynamicSampling,
@@ -21,12 +33,16 @@ from rlhfkit import (
     ReplayBuffer,
     RolloutCallback,
     RolloutDump,
+    RunReport,
     Sample,
     SamplingSpec,
     rank_store,
 )
+from rlhfkit.callbacks.report.page import read_page
 from rlhfkit.datamodules.prompts.curriculum import BySuccess
 from rlhfkit.distributed import gather_objects
+from rlhfkit.modules.parts import RewardModel
+from rlhfkit.rollout.weight_sync import source
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 BY_TOKENS = {
@@ -46,9 +62,24 @@ class Slow(LocalEngine):
         return super().generate(*args, **kwargs)
 
 
+class Dying(LocalEngine):
+    """On rank 1 the engine dies when it has read one tensor."""
+
+    def load(self, weights: Any, version: int) -> None:
+        if RANK != 1:
+            return super().load(weights, version)
+        next(iter(weights))
+        raise ConnectionError("the engine died")
+
+
 def set_limit(seconds: float) -> None:
     """Change the time limit of the process group."""
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def above_zero(sample: Sample) -> float:
+    """Whether the reward model likes it."""
+    return float(sample.reward_parts["model"] > 0)
 
 
 def hanging(samples: Sequence[Sample]) -> list[float]:
@@ -73,76 +104,136 @@ class Relax(L.Callback):
         set_limit(120.0)
 
 
-class Keep(L.Callback):
-    """What every iteration was trained on, and which rank had what."""
-
-    def __init__(self) -> None:
-        self.iterations: list[Any] = []
-        self.own: list[int] = []
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        rollouts = RolloutCallback.of(trainer)
-        samples = samples_of_all_ranks(rollouts)
-        self.iterations.append(
-            [(one.prompt.index, one.sample_index, one.token_ids.tolist(), one.reward) for one in samples]
-        )
-        self.own = [len(rollouts.samples), len(rollouts.experience), len(samples)]  # type: ignore[arg-type]
-
-
-def fit(
-    folder: Path, rollouts: RolloutCallback, *callbacks: L.Callback, epochs: int = 2, given: Any = None, **data: Any
-) -> Any:
-    keep = Keep()
-    trainer, module, _ = fit_run(
-        folder / f"rank{RANK}",  # ranks must not write the same model
-        module=PlainGRPO,
-        module_arguments={"lr": 0.05, "kl_coef": 0.01} | (given or {}),
-        rollouts=rollouts,
-        callbacks=[keep, *callbacks],
-        **on_all_ranks(),
-        max_epochs=epochs,
-        accumulate_grad_batches=1,
-        data_arguments={"rollout_batch_size": 6, "micro_batch_size": 12 // RANKS, **data},
-    )
-    return trainer, module, keep
-
-
-def report(fitted: Any) -> dict[str, Any]:
-    trainer, module, keep = fitted
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith("time/")}
-    sums = [float(tensor.double().abs().sum()) for tensor in weights(module).values()]
-    return {"iterations": keep.iterations, "own": keep.own, "metrics": metrics, "weights": sums}
-
-
-def failure(folder: Path, **arguments: Any) -> list[Any]:
-    return [*raised(lambda: fit(folder, RolloutCallback(sampling=SAMPLING, **arguments), epochs=1))]
-
-
-def runs(folder: Path) -> dict[str, Any]:
-    """The runs that must be the same on any number of ranks."""
-    dump = folder / f"dump_{RANKS}"
-    plain = RolloutCallback(digits, sampling=SAMPLING)
-    selected = RolloutCallback(only_odd, sampling=SAMPLING, parts=[DynamicSampling()])
-    ordered = RolloutCallback(only_odd, sampling=SAMPLING)
-    again = RolloutCallback(only_odd, sampling=SAMPLING, parts=[ReplayBuffer(capacity=3)])
+def arguments_of(
+    folder: Path, *parts: Any, reward: Any = digits, engine: Any = None, strategy: str = "ddp", **more: Any
+) -> dict[str, Any]:
+    """Arguments of ``fit_run``: iterations of 6 prompts x 4 samples in two updates unless told, two of them."""
+    data = {"rollout_batch_size": 6, "micro_batch_size": 12 // RANKS} | more.pop("data_arguments", {})
+    rollouts = {"engine": engine, "sampling": SAMPLING, "parts": parts, "rollout_timeout": more.pop("timeout", 600.0)}
     return {
-        "plain": report(fit(folder, plain, Invariants(), RolloutDump(dump))),
-        "selected": report(fit(folder, selected, Invariants())),
-        # 40 prompts: those of the third iteration have been sampled before.
-        "curriculum": report(
-            fit(folder, ordered, epochs=3, curriculum=BySuccess(), rollout_batch_size=18, micro_batch_size=36 // RANKS)
-        ),
-        "replayed": report(fit(folder, again, epochs=3, given=BY_TOKENS)),
+        "folder": folder / f"rank{RANK}",  # ranks must not write the same model
+        "module": PlainGRPO,
+        "module_arguments": {"lr": 0.05, "kl_coef": 0.01} | more.pop("module_arguments", {}),
+        "data_arguments": data,
+        "rollouts": RolloutCallback(reward, **rollouts),
+        "accumulate_grad_batches": 1,
+        **on_all_ranks(strategy),
+        **more,
     }
 
 
-def everything(folder: Path) -> dict[str, Any]:
+def fit(folder: Path, *parts: Any, callbacks: Sequence[L.Callback] = (), **more: Any) -> dict[str, Any]:
+    """What a run was trained on, its rewards, metrics and weights, and how much of its last iteration this rank had."""
+    seen = Iterations()
+    trainer, _, rollouts = fit_run(**arguments_of(folder, *parts, callbacks=[seen, *callbacks], **more))
+    others = ("time/", "grad_norm/", "skipped_updates")  # which differ, or are those of some strategies only
+    return {
+        "tokens": seen.tokens,
+        "rewards": [one.reward for samples in seen.samples for one in samples],
+        "weights": seen.weights,
+        "metrics": {k: float(value) for k, value in trainer.callback_metrics.items() if not k.startswith(others)},
+        "own": [len(rollouts.samples), len(rollouts.experience)],  # type: ignore[arg-type]
+    }
+
+
+def validation(folder: Path) -> dict[str, Any]:
+    """40 prompts in batches of 13, so that the ranks never have equally many; the last batch has one."""
+    trainer, module, data, rollouts = setup_run(**arguments_of(folder))
+    data.validation_data, data.validation_split, data.validation_batch_size = data.data, "train", 13
+    logged = trainer.validate(module, data, verbose=False)[0]["val/reward"]
+    own = [[sample.prompt.index, sample.text] for sample in rollouts.validation_samples]
+    return {"logged": logged, "texts": sorted(each for share in gather_objects(own) for each in share)}
+
+
+def runs(folder: Path, place: str) -> dict[str, Any]:
+    """The runs that must be the same on any number of ranks.
+
+    Args:
+        folder: Of the results.
+        place: Has a reward model in ``reward``, and a checkpoint of the stream of prompts, which one rank writes.
+    """
+    liked = {"module_arguments": {"parts": [RewardModel(f"{place}/reward").plain()]}, "reward": None}
+    page, stream = folder / "plain.html", Path(place) / "stream.ckpt"
+    found = {
+        "plain": fit(
+            folder,
+            callbacks=[Invariants(), RolloutDump(folder / "dump"), RunReport(str(page))],
+            strategy="rlhf_zero3",
+        ),
+        "shared": fit(folder, engine=SharedEngine()),
+        "liked": fit(folder, DynamicSampling(by=above_zero), **liked, callbacks=[Invariants()], strategy="rlhf_zero2"),
+        "liked, shared": fit(
+            folder, DynamicSampling(by=above_zero), **liked, engine=SharedEngine(), strategy="rlhf_zero3"
+        ),
+        # 40 prompts: those of the third iteration have been sampled before.
+        "curriculum": fit(
+            folder,
+            reward=only_odd,
+            data_arguments={"curriculum": BySuccess(), "rollout_batch_size": 18, "micro_batch_size": 36 // RANKS},
+            max_epochs=3,
+        ),
+        "replayed": fit(
+            folder, ReplayBuffer(capacity=3), reward=only_odd, module_arguments=BY_TOKENS, max_epochs=3,
+            callbacks=[Invariants()],
+        ),
+        # Several ranks go on with the second iteration of one.
+        "stream": fit(
+            folder,
+            data_arguments={"streaming": True, "shuffle_buffer_size": 16},
+            callbacks=[SaveAt(stream, batch=2)] if RANKS == 1 else [],
+            resume=None if RANKS == 1 else stream,
+        ),
+        "validation": validation(folder),
+    }  # fmt: skip
+    if RANK == 0:
+        [report] = read_page(page)
+        assert [one["iteration"] for one in report.samples] == [0, 1]
+        for sample in (one for kept in report.samples for group in kept["groups"] for one in group["samples"]):
+            assert len(sample["difference"]) == sample["length"]  # whichever rank has trained on it
+    return found
+
+
+def small_buckets(monkey: Any = source) -> None:
+    """A tiny model in many buckets, as a large one has them."""
+    original = monkey.ModuleWeights.__iter__
+
+    def in_small_buckets(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        self.bucket_bytes = 20_000
+        return original(self)
+
+    monkey.ModuleWeights.__iter__ = in_small_buckets
+
+
+def failure(folder: Path, **arguments: Any) -> tuple[str, float]:
+    """Type and text of what a run raises, and the seconds it took."""
+    return raised(lambda: fit(folder, **{"max_epochs": 1} | arguments))
+
+
+def check_failures(folder: Path) -> None:
+    """What fails on one rank is named on all."""
+    path = folder / "inside.ckpt"
+    fit(folder, callbacks=[SaveAt(path, batch=1)], max_epochs=1)
+    refused, _ = failure(folder, resume=str(path))  # as DDP has saved the micro-batches of rank 0 alone
+    assert f"inside an iteration and holds the micro-batches that rank 0 of {RANKS}" in refused, refused
+
+    own = "TimeoutError: the samples of iteration 0 took longer than 3 s on rank"
+    text, seconds = failure(folder, reward=hanging, timeout=3.0)
+    assert own in text, text
+    assert seconds < 60
+    text, seconds = failure(folder, reward=broken)
+    assert text == f"{'' if RANK == 2 else 'RuntimeError: rank 2 failed: '}ArithmeticError: no such reward", text
+    assert seconds < 50  # the others would have scored for 60 s
+    small_buckets()
+    text, _ = failure(folder, engine=Dying(), strategy="rlhf_zero3")
+    assert text == f"{'' if RANK == 1 else 'RuntimeError: rank 1 failed: '}ConnectionError: the engine died", text
+
+
+def everything(folder: Path, place: str) -> dict[str, Any]:
     """All cases of this file."""
-    found = runs(folder)
-    slow = RolloutCallback(digits, engine=Slow(), sampling=SAMPLING)
-    found["slow"] = report(fit(folder, slow, Relax(), epochs=1))
-    found["hanging"] = failure(folder, reward=hanging, rollout_timeout=3.0)
-    found["broken"] = failure(folder, reward=broken)
+    found = runs(folder, place)
+    slow = fit(folder, engine=Slow(), callbacks=[Relax()], max_epochs=1)
+    assert slow["tokens"] == found["plain"]["tokens"][:1]
+    check_failures(folder)
     gather_objects(None)  # rank 0 ends last
     return found
 
@@ -154,7 +245,7 @@ def killed(samples: Sequence[Sample]) -> list[float]:
     return digits(samples)
 
 
-def one_dies(folder: Path) -> dict[str, Any]:
-    """A rank dies while the others wait for its samples."""
+def one_dies(folder: Path) -> str:
+    """A rank dies while the others wait for its samples: what they say."""
     rank_store.DEAD_AFTER_SECONDS, rank_store._GRACE_SECONDS = 10.0, 1.0
-    return {"death": failure(folder, reward=killed)}
+    return failure(folder, reward=killed)[0]

@@ -1,118 +1,106 @@
-"""What must hold in every iteration: ratios, versions, exactness over splits, ranks and resumes, and learning.
+"""The loop of one process: its gradient against a few lines of Transformers, fresh weights, trials and checkpoints.
 
-Covers ``callback.py``, ``micro_batching.py`` and ``weight_sync.py`` of ``callbacks/rollout/``.
+Covers ``callback.py`` of ``callbacks/rollout/``. Ranks and engines that share an iteration: ``test_sharing.py``.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from rl_runs import fit_run, weights
-from strategies import ranks
+from rl_runs import PlainGRPO, digits, fit_run, setup_run, weights
+from tiny_models import completion_logprobs
+from transformers import AutoModelForCausalLM
 
-from rlhfkit import GRPOModule, RolloutCallback
-from rlhfkit.callbacks.report.page import read_page
-from rlhfkit.data import Experience
-from rlhfkit.losses import LossOutput
+from rlhfkit import GRPOModule, RolloutCallback, Sample, SamplingSpec
 
 
-class Recorder(L.Callback):
-    """Keeps each micro-batch and the metrics of its step."""
-
-    def __init__(self) -> None:
-        self.batches: list[Experience] = []
-        self.steps: list[int] = []
-        self.versions: list[tuple[int, int | None]] = []
-        self.tokens: list[list[int]] = []
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.batches.append(batch)
-        self.steps.append(trainer.global_step)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        rollouts = trainer.callbacks[0]
-        self.versions.append((trainer.global_step, rollouts.engine.version))
-        self.tokens += [sample.token_ids.tolist() for sample in rollouts.samples]
+def some_unscored(samples: Sequence[Sample]) -> list[float | None]:
+    """Digits and length, so that rewards differ; every fifth sample is not scored, and one whole prompt."""
+    scores = [value + len(sample.token_ids) / 100 for sample, value in zip(samples, digits(samples), strict=True)]
+    missing = [i % 5 == 2 or sample.prompt.index == samples[0].prompt.index for i, sample in enumerate(samples)]
+    return [None if gone else score for gone, score in zip(missing, scores, strict=True)]
 
 
-class Watched(GRPOModule):
-    """Keeps the metrics of each micro-batch's loss."""
-
-    def loss(self, batch: Any, out: Any) -> LossOutput:
-        result = super().loss(batch, out)
-        self.__dict__.setdefault("seen", []).append((batch, out.logprobs.detach(), result.metrics))
-        return result
-
-
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Watched, Recorder, RolloutCallback]:
-    recorder = Recorder()
-    _, module, rollouts = fit_run(
-        tmp_path_factory.mktemp("watched"), module=Watched, module_arguments={"kl_coef": 0.1}, callbacks=[recorder]
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"]
+)
+def test_first_step_is_the_policy_gradient_of_the_scored_samples(tmp_path: Path, aggregation: str) -> None:
+    constant = {"policy_loss_arguments": {"max_length": 8}} if aggregation == "constant-length" else {}
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module=PlainGRPO,
+        module_arguments={"lr": 0.1, "advantage_scale": "none", "aggregation": aggregation} | constant,
+        rollouts=RolloutCallback(some_unscored, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+        accumulate_grad_batches=4,
+        max_epochs=1,
     )
-    return module, recorder, rollouts  # type: ignore[return-value]
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    trainer.fit(module, data)
+    assert trainer.global_step == 1
+
+    # At ratio 1 the gradient of the clipped surrogate is that of -A log p, in which only scored samples are.
+    groups: dict[int, list[Sample]] = {}
+    for sample in rollouts.samples:
+        if sample.reward is not None:
+            groups.setdefault(sample.prompt.index, []).append(sample)
+    scored = [sample for group in groups.values() for sample in group]
+    assert len(scored) == 23  # of 32: a whole group of 4, and 5 others
+    tokens = sum(len(sample.token_ids) for sample in scored)
+    loss = torch.zeros(())
+    for group in groups.values():
+        mean = sum(sample.reward for sample in group) / len(group)  # type: ignore[misc]
+        for sample in group:
+            chosen = completion_logprobs(model, sample)
+            weight = {
+                "token-mean": 1 / tokens,
+                "sequence-mean-token-mean": 1 / (len(scored) * len(sample.token_ids)),
+                "sequence-mean-token-sum": 1 / len(scored),
+                "constant-length": 1 / (len(rollouts.samples) * 8),  # of all rows, as in Dr.GRPO and TRL
+            }[aggregation]
+            loss = loss - weight * (sample.reward - mean) * chosen.sum()  # type: ignore[operator]
+    loss.backward()
+    moved = weights(module)
+    for name, parameter in model.named_parameters():
+        step = (parameter.detach() - moved[name]) / 0.1
+        # fp32: the step is the difference of two weights of about 0.1 to 1, whose spacing / 0.1 is about 6e-7
+        torch.testing.assert_close(step, parameter.grad, rtol=1e-3, atol=3e-6)
+        assert parameter.grad.abs().max() > 1e-4
+    assert trainer.callback_metrics["rollout/unscored_fraction"] == pytest.approx(9 / 32)
 
 
-def test_the_first_update_of_an_iteration_has_ratio_exactly_one(
-    watched: tuple[Watched, Recorder, RolloutCallback],
-) -> None:
-    module, recorder, _ = watched
-    firsts = [entry for entry in module.seen if (entry[0].update == 0).all()]
-    assert len(firsts) == 4  # two micro-batches in each of two iterations
-    for batch, _, metrics in firsts:
-        assert batch.old_logprobs is None
-        assert metrics["policy/ratio_mean"] == 1
-        assert metrics["policy/ratio_max"] == 1
-        assert metrics["policy/clip_fraction"] == 0
-    assert recorder.steps == [0, 0, 1, 1, 2, 2, 3, 3]
+def test_rewards_that_are_all_missing_leave_the_policy_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rollouts = RolloutCallback(lambda samples: [None] * len(samples), sampling=SamplingSpec(group_size=4))
+    trainer, module, data, _ = setup_run(tmp_path, module_arguments={"kl_coef": 0.1}, rollouts=rollouts, max_epochs=1)
+    rollouts.sampling = SamplingSpec(group_size=4, max_new_tokens=8)
+    trainer.fit(module, data)
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    for name, tensor in weights(module).items():
+        assert torch.equal(tensor, start[name]), name
+    assert trainer.callback_metrics["rollout/unscored_fraction"] == 1
+    assert "iteration 0: the reward returned None for all 32 samples, so nothing is learned from them" in caplog.text
+    assert "the reward is constant" not in caplog.text  # the alarm on equal rewards
 
 
-def test_reference_is_the_policy_at_step_zero(watched: tuple[Watched, Recorder, RolloutCallback]) -> None:
-    module, _, _ = watched
-    batch, logprobs, metrics = module.seen[0]
-    torch.testing.assert_close(batch.columns["ref_logprobs"], logprobs, rtol=0, atol=2e-5)
-    assert abs(float(metrics["policy/ref_kl"])) < 1e-9
-    assert float(module.seen[-1][2]["policy/ref_kl"]) > 1e-6
-
-
-def test_engine_serves_the_newest_policy_and_tokens_know_it(watched: tuple[Watched, Recorder, RolloutCallback]) -> None:
-    _, recorder, _ = watched
-    # on_train_epoch_end of a later callback: the RolloutCallback before it has published already
-    assert recorder.versions == [(2, 2), (4, 4)]
-    made_by = [int(batch.versions[batch.action_mask].unique()) for batch in recorder.batches]
-    assert made_by == [0] * 4 + [2] * 4
-
-
-@pytest.mark.distributed
-def test_one_rank_and_two_ranks_train_on_the_same_samples_to_the_same_weights(tmp_path: Path) -> None:
-    single = ranks.run("rl_runs:train_on_ranks", 1, tmp_path / "one", strategies=["auto", "auto stream"])[0]
-    alone, streamed = single["auto"], single["auto stream"]
-    strategies = ["ddp", "ddp shared", "rlhf_zero2", "rlhf_zero3", "ddp stream"]
-    both = ranks.run("rl_runs:train_on_ranks", 2, tmp_path / "two", strategies=strategies)[0]
-    # Of a stream, two ranks go on with the second iteration of one rank.
-    resumed = both.pop("ddp stream")
-    assert resumed["tokens"] == streamed["tokens"][32:]
-    assert resumed["weights"] == pytest.approx(streamed["weights"], rel=1e-5)
-    [report] = read_page(tmp_path / "two" / "ddp.html")
-    assert [one["iteration"] for one in report.samples] == [0, 1]
-    for sample in (one for kept in report.samples for group in kept["groups"] for one in group["samples"]):
-        assert len(sample["difference"]) == sample["length"]  # whichever rank has trained on it
-    for name, run in both.items():
-        assert run["steps"] == alone["steps"] == 4
-        assert run["tokens"] == alone["tokens"], name
-        assert run["metrics"]["time/generate"] > 0
-        for one, other in zip(alone["weights"], run["weights"], strict=True):
-            assert one == pytest.approx(other, rel=1e-5), name
-        measured = {name for name in alone["metrics"] if not name.startswith(("time/", "grad_norm/"))}
-        assert {
-            "policy/ratio_max",
-            "rollout_corr/logprob_abs_diff_max",
-            "rollout_corr/untruncated_eff_sample_size",
-        } <= measured
-        for metric in measured:
-            assert run["metrics"][metric] == pytest.approx(alone["metrics"][metric], rel=1e-4, abs=2e-6), (name, metric)
+def test_validation_never_samples_from_the_weights_of_an_earlier_run(tmp_path: Path) -> None:
+    """Two runs, or two checkpoints, at the same step have the same version and are not the same policy."""
+    trainer, module, data, rollouts = setup_run(tmp_path)
+    data.validation_data, data.validation_split = data.data, "train"
+    trainer.validate(module, data, verbose=False)
+    first = [sample.token_ids.tolist() for sample in rollouts.validation_samples]
+    trainer.validate(module, data, verbose=False)
+    assert [sample.token_ids.tolist() for sample in rollouts.validation_samples] == first
+    with torch.no_grad():
+        for parameter in module.policy.parameters():
+            parameter.mul_(-1.5)
+    trainer.validate(module, data, verbose=False)
+    second = rollouts.validation_samples
+    assert [sample.token_ids.tolist() for sample in second] != first
+    model = module.policy.eval()
+    with torch.no_grad():  # what was sampled is greedy under the weights of now
+        ids = torch.tensor([second[0].prompt.token_ids.tolist()])
+        assert model(input_ids=ids).logits[0, -1].argmax() == second[0].token_ids.tolist()[0]
 
 
 def test_fast_dev_run_is_one_short_update(tmp_path: Path) -> None:

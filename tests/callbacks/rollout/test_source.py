@@ -49,20 +49,27 @@ def test_dynamic_sampling_selects_by_the_scores_of_a_reward_model_among_the_chil
     assert float(trainer.callback_metrics["rollout/reward"]) == pytest.approx(fmean(scores), abs=1e-5)
 
 
-def test_validation_logs_the_scores_and_sources_have_them_too(tmp_path: Path) -> None:
+def sometimes(samples: Sequence[Sample]) -> list[float | None]:
+    """Every other prompt has no score."""
+    return [None if sample.prompt.index % 2 else 0.5 for sample in samples]
+
+
+def test_validation_logs_the_scores_and_those_of_sources_and_parts_that_are_there(tmp_path: Path) -> None:
     held = [{"prompt": f"{i}+1=", "answer": "", "source": "easy" if i % 3 else "hard"} for i in range(7)]
     folder = reward_model(tmp_path)
+    reward = WeightedSum({"digits": digits, "sometimes": sometimes}, missing="skip")
     trainer, module, data, rollouts = setup_run(
         tmp_path,
         module_arguments={"parts": [RewardModel(folder).plain()]},
         data_arguments={"validation_data": held},
-        rollouts=RolloutCallback(digits, sampling=SAMPLING),
+        rollouts=RolloutCallback(reward, sampling=SAMPLING),
     )
     metrics = trainer.validate(module, data, verbose=False)[0]
     samples = rollouts.validation_samples
     scores = ModelReward(folder)(samples)
     assert metrics["val/model"] == pytest.approx(fmean(scores), abs=1e-5)
-    totals = [score + share for score, share in zip(scores, digits(samples), strict=True)]
+    assert metrics["val/sometimes"] == 0.5
+    totals = [score + share for score, share in zip(scores, reward(samples), strict=True)]
     assert metrics["val/reward"] == pytest.approx(fmean(totals), abs=1e-5)
     hard = [total for total, sample in zip(totals, samples, strict=True) if sample.prompt.metadata["source"] == "hard"]
     assert metrics["val/reward/hard"] == pytest.approx(fmean(hard), abs=1e-5)
