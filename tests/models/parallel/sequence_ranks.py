@@ -18,10 +18,8 @@ from rlhfkit.models.distillation import compare_logits, teacher_logits
 from rlhfkit.models.heads import add_value_head, classifier_class, scalar_forward
 from rlhfkit.models.lora import add_lora
 
-SIZES = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}  # fmt: skip
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"vocab_size": 61, "max_position_embeddings": 64}
 LENGTHS = ([13, 7, 20, 5], [2, 11], [1], [9, 17, 3])
 """Tokens of each row of a rank's batch; ranks beyond these begin again."""
 
@@ -193,11 +191,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def differences(
+def compare(
     group: ForwardGroup, cases: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, list[Tensor]]]]]
-) -> dict[str, float]:
-    """The largest difference of each case, of losses, outputs and gradients, between a group and each rank alone."""
-    rank, found = dist.get_rank(), {}
+) -> None:
+    """Losses, outputs and gradients of each case are those of each rank alone."""
+    rank = dist.get_rank()
     batch = Batch(LENGTHS[rank % len(LENGTHS)], seed=rank)
     for name, (build, loss_of) in cases.items():
         alone = build()
@@ -212,16 +210,17 @@ def differences(
                 dist.all_reduce(gradient)
             results.append((loss.detach(), [column.detach() for column in columns], mean))
         (loss, columns, mean), (joint_loss, joint_columns, joint_mean) = results
-        assert mean.keys() == joint_mean.keys()
+        assert mean.keys() == joint_mean.keys(), name
         largest = max(1.0, *(float(gradient.abs().max()) for gradient in mean.values()))
         apart = [(loss - joint_loss).abs() / loss.abs().clamp(min=1e-9)]
         apart += [(a - b).abs().max() for a, b in zip(columns, joint_columns, strict=True) if a.numel()]
         apart += [(mean[key] - joint_mean[key]).abs().max() / largest for key in mean]
-        found[name] = float(torch.stack([one.double() for one in apart]).max())  # NaN stays NaN
-    return found
+        # Transformers sums the routers' probabilities in float32.
+        tolerance = 2e-6 if name.startswith("router") else 1e-12
+        assert all(one < tolerance for one in apart), f"{name}: {max(map(float, apart))} apart"  # NaN is not
 
 
-def everything(**_: Any) -> dict[str, float]:
-    """The largest difference of each case on a group of two ranks."""
+def everything(**_: Any) -> None:
+    """All cases on a group of two ranks."""
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
-    return differences(ForwardGroup.create(Mesh(dist.get_rank(), 2, sequence=2), "ulysses"), CASES)
+    compare(ForwardGroup.create(Mesh(dist.get_rank(), 2, sequence=2), "ulysses"), CASES)

@@ -16,39 +16,9 @@ SHARED = PackedLayout.from_lengths([5, 9, 20, 1, 7, 7, 12, 40, 3], CPU, [0, 3, 7
 """Prefixes that two and three neighbours share, of which one shares less; and a row that is a copy."""
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Largest differences over ranks, by dtype and by ranks, row, heads, window and dealing."""
-    of_ranks: list[dict[str, Any]] = ranks.run(
-        "models.parallel.ring_ranks:everything", ranks=4, folder=tmp_path_factory.mktemp("ring")
-    )
-    return {
-        dtype: {name: max(of_rank[dtype][name] for of_rank in of_ranks) for name in cases}
-        for dtype, cases in of_ranks[0].items()
-    }
-
-
 @pytest.mark.distributed
-def test_outputs_and_gradients_are_exact_for_any_row_and_dealing(found: dict[str, dict[str, float]]) -> None:
-    assert len(found["float64"]) == 42
-    assert {name: far for name, far in found["float64"].items() if not far < 1e-12} == {}
-
-
-@pytest.mark.distributed
-def test_float32_differs_by_rounding(found: dict[str, dict[str, float]]) -> None:
-    assert {name: far for name, far in found["float32"].items() if not far < 1e-6} == {}
-
-
-@pytest.mark.distributed
-def test_bfloat16_rounds_no_more_than_packed_attention(found: dict[str, dict[str, float]]) -> None:
-    # Distances to float64 on the same inputs, as shares of that of packed attention.
-    assert {name: far for name, far in found["bfloat16"].items() if not far < 1.2} == {}
-
-
-@pytest.mark.distributed
-def test_models_give_what_each_rank_alone_gives_with_any_number_of_heads(found: dict[str, dict[str, float]]) -> None:
-    assert len(found["models"]) == 8
-    assert {name: far for name, far in found["models"].items() if not far < 1e-12} == {}
+def test_outputs_and_gradients_are_those_of_one_rank_up_to_rounding(tmp_path: Path) -> None:
+    ranks.run("models.parallel.ring_ranks:everything", ranks=4, folder=tmp_path)
 
 
 @pytest.mark.distributed
@@ -69,7 +39,7 @@ def test_one_rank_needs_no_others(window: int | None) -> None:
     inputs = ring_ranks.tensors((6, 2), len(SHARED.tokens), torch.float64)
     ring = RingAttention((torch.arange(len(SHARED.tokens)),), 0, None)
     expected = ring_ranks.whole(SHARED, inputs, window)
-    assert ring_ranks.differences(ring, SHARED, inputs, expected, window) < 1e-12
+    assert ring_ranks.difference(ring, SHARED, inputs, expected, window) < 1e-12
 
 
 def test_without_gradients_nothing_is_kept() -> None:
@@ -130,28 +100,22 @@ def test_tiles_have_every_visible_pair_once_and_leave_out_keys_that_nobody_sees(
 
 ROWS = {
     "one sequence": ([4096], [0]),
-    "a long one after short ones": ([64] * 40 + [3000], [0] * 41),
+    "one after short ones": ([64] * 40 + [3000], [0] * 41),
     "responses to a long prompt": ([1100 + 60 * i for i in range(6)], [0, *[1000] * 5]),
     "short sequences": ([100] * 40, [0] * 40),
     "fewer tokens than ranks": ([2, 1], [0, 0]),
 }
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("row", ROWS)
-def test_every_token_is_dealt_once_ascending_and_all_ranks_get_equally_many(row: str, parts: int) -> None:
+def test_every_token_is_dealt_once_ascending_and_all_ranks_get_equally_much(row: str, parts: int) -> None:
     layout = PackedLayout.from_lengths(ROWS[row][0], CPU, ROWS[row][1])
     blocks = zigzag_blocks(layout, parts)
     assert torch.cat(blocks).sort().values.tolist() == list(range(len(layout.tokens)))
     assert all(block.equal(block.sort().values) for block in blocks)
     sizes = [len(block) for block in blocks]
     assert max(sizes) - min(sizes) <= 2
-
-
-@pytest.mark.parametrize("parts", [2, 4, 8])
-@pytest.mark.parametrize("row", ["one sequence", "a long one after short ones"])
-def test_the_causal_work_of_all_ranks_is_nearly_equal(row: str, parts: int) -> None:
-    layout = PackedLayout.from_lengths(*[ROWS[row][0], CPU, ROWS[row][1]])
     keys_seen = layout.position_ids[0] + 1
-    work = [int(keys_seen[block].sum()) for block in zigzag_blocks(layout, parts)]
-    assert max(work) * parts < 1.02 * sum(work)
+    work = [int(keys_seen[block].sum()) for block in blocks]
+    assert "one" not in row or max(work) * parts < 1.02 * sum(work)
