@@ -1,9 +1,11 @@
-"""Health of engines without engines: the rules, and that no order of events breaks them. Covers ``errors.py`` too."""
+"""Health of engines without engines: when one is dead, and which state follows which. Covers ``errors.py`` too."""
+
+import itertools
+import pickle
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rlhfkit.rollout.errors import EngineFailure
 from rlhfkit.rollout.supervision.engines import Engine
@@ -62,88 +64,25 @@ class TestProbes:
         assert policy.detection_seconds + policy.recovery_timeout < 120
 
 
-class EngineLife(RuleBasedStateMachine):
-    """Any order of events in the life of one engine process.
-
-    What it holds is kept here by other means than the state: the version of the last transfer that was completed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        settings = PoolSettings(
-            num_engines=1,
-            engine_name="engine",
-            policy=HealthPolicy(),
-            workers_per_engine=1,
-            sync_timeout=60.0,
-            start_timeout=60.0,
-            has_weights=False,
-        )
-        self.handle = EngineProcess(0, None, settings)
-        self.complete: int | None = None
-        self.versions = 0
-        self.died = False
-
-    def _try(self, state: State) -> bool:
-        before = self.handle.state
-        if can_follow(before, state):
-            self.handle.change_state(state)
-            return True
-        with pytest.raises(RuntimeError, match="cannot become"):
-            self.handle.change_state(state)
-        assert self.handle.state is before
-        return False
-
-    @rule()
-    def comes_up(self) -> None:
-        if self.handle.state is State.STARTING:
-            self._try(State.STALE)
-
-    @rule(completed=st.booleans())
-    def weights_are_sent(self, completed: bool) -> None:
-        if not self._try(State.SYNCING):
-            return
-        self.complete = None
-        assert not Engine(None, self.handle.status()).takes_requests
-        if completed:
-            self.versions += 1
-            self.complete = self.versions
-            self._try(State.SERVING)
+def test_every_change_of_state_is_allowed_or_refused_and_only_what_serves_takes_requests() -> None:
+    settings = PoolSettings(num_engines=1, sync_timeout=60.0, start_timeout=60.0, policy=HealthPolicy())
+    for before, after in itertools.product(State, State):
+        process = EngineProcess(0, None, settings)
+        process.state = before
+        assert Engine(None, process.status()).takes_requests == (before is State.SERVING)
+        if can_follow(before, after):
+            process.change_state(after)
+            assert process.state is after
         else:
-            self._try(State.STALE)
-
-    @rule()
-    def falls_asleep(self) -> None:
-        if self.handle.state in (State.SERVING, State.STALE) and self._try(State.ASLEEP):
-            self.complete = None
-
-    @precondition(lambda self: self.handle.state is State.ASLEEP)
-    @rule()
-    def wakes(self) -> None:
-        self._try(State.STALE)
-
-    @rule()
-    def dies(self) -> None:
-        self.died = self._try(State.DEAD) or self.died
-
-    @rule(state=st.sampled_from(State))
-    def a_dead_one_never_comes_back(self, state: State) -> None:
-        if self.died:
-            assert not self._try(state)
-
-    @invariant()
-    def serves_only_what_was_sent_completely(self) -> None:
-        if Engine(None, self.handle.status()).takes_requests:
-            assert self.complete is not None
-            assert not self.died
-
-
-TestEngineLife = EngineLife.TestCase
+            with pytest.raises(RuntimeError, match="cannot become"):
+                process.change_state(after)
+            assert process.state is before
+    assert not any(can_follow(State.DEAD, after) for after in State)  # it never comes back
+    assert all(can_follow(before, State.DEAD) for before in State if before is not State.DEAD)
+    assert not can_follow(State.STARTING, State.SERVING)  # it has no weights yet
 
 
 def test_a_failure_travels_between_processes_without_the_engine() -> None:
-    import pickle
-
     failure = pickle.loads(pickle.dumps(EngineFailure("engine 0 died", engine=object(), cause="no memory")))
     assert str(failure) == "engine 0 died"
     assert failure.engine is None
