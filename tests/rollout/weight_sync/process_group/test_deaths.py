@@ -1,81 +1,216 @@
-"""Processes that die or hang inside a broadcast: the others end within the time limit, and go on without them.
+"""Processes that die or hang inside a broadcast over gloo: the others end in time, and go on without them.
 
-Covers ``waiting.py`` and ``rendezvous.py`` too. Over gloo; ``transfer_deaths.py`` has the processes.
+Covers ``waiting.py`` and ``rendezvous.py`` too.
 """
 
 import json
-import subprocess
-import sys
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from strategies import ranks
+from torch import Tensor
+from waiting import has_ended, until
 
-from .transfer_deaths import LATE, PATIENT, TENSORS
+from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import Rendezvous
+from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender, WeightReceiver
 
-SOON = PATIENT / 2
-"""Seconds, on any machine: what is dead is not waited for."""
-MOST = LATE + 60.0
-"""Seconds, on any machine, until what is late was given up."""
+TENSORS = 40
+INFOS = [WeightInfo(f"layer.{index}", (2**18,), torch.float32) for index in range(TENSORS)]  # 1 MiB each
+LATE = 10.0
+"""Seconds until what is suspended is given up."""
+PATIENT = 300.0
+"""Until what is dead would be: it is not waited for."""
+SCENARIOS = {  # who (0: the trainer), what happens to it, after how many buckets, and what the others say then
+    "worker dies": (2, signal.SIGKILL, 3, {0: "^RuntimeError: worker 2 is dead$", 1: "has given up sending weights"}),
+    # The worker that still runs waits as long for the next block as the trainer does, and may be the first to say so.
+    "worker is suspended": (
+        2,
+        signal.SIGSTOP,
+        3,
+        {0: f"is late|did not come from the trainer within {LATE:g} s", 1: ""},
+    ),
+    "trainer dies": (0, signal.SIGKILL, 6, dict.fromkeys((1, 2), r"the trainer at 127\.0\.0\.1:\d+ is gone")),
+    "trainer is suspended": (
+        0,
+        signal.SIGSTOP,
+        6,
+        dict.fromkeys((1, 2), f"did not come from the trainer within {LATE:g} s"),
+    ),
+}
 
-Report = tuple[str, str, str, int, float]
-"""Who, command, error, tensors received, seconds."""
+
+def limit_of(what: signal.Signals) -> float:
+    return PATIENT if what is signal.SIGKILL else LATE
+
+
+def values(index: int) -> Tensor:
+    return torch.full((2**18,), float(index))
+
+
+class Workers:
+    """The workers as the sender sees them, which tell each other by files: what is asked, and what was answered."""
+
+    address = "127.0.0.1"
+    turn = 0
+
+    def __init__(self, folder: Path, pids: dict[int, int]) -> None:
+        self.folder, self.pids = folder, pids
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.pids)
+
+    def worker(self, rank: int) -> str:
+        return f"worker {rank}"
+
+    def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> "Workers":
+        self.turn, self.timeout = self.turn + 1, init_info["timeout"]
+        write(self.folder / f"group {self.turn}", init_info)
+        return self._ask("joined")
+
+    def update(self, update_info: dict[str, Any]) -> "Workers":
+        return self._ask("received")
+
+    def _ask(self, what: str) -> "Workers":
+        self.deadline = time.monotonic() + self.timeout
+        self.answers = {number: self.folder / f"{what} {self.turn} {number}" for number in self.pids}
+        return self
+
+    def poll(self) -> None:
+        for number, answer in self.answers.items():
+            if not answer.exists() and has_ended(self.pids[number]):
+                raise RuntimeError(f"worker {number} is dead")
+            if answer.exists() and (error := json.loads(answer.read_text())):
+                raise RuntimeError(f"worker {number}: {error}")
+
+    def result(self) -> list[Any]:
+        while not all(answer.exists() for answer in self.answers.values()):
+            self.poll()
+            if time.monotonic() > self.deadline:
+                raise RuntimeError("a worker is late")
+            time.sleep(0.1)
+        self.poll()
+        return []
+
+
+def write(path: Path, value: Any) -> None:
+    """At once, for those who look whether it is there."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(value))
+    unfinished.rename(path)
+
+
+def attempt(step: Any, *arguments: Any) -> tuple[str, float]:
+    """The error of a call, and the seconds it took."""
+    start, error = time.monotonic(), ""
+    try:
+        step(*arguments)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return error, time.monotonic() - start
+
+
+def train(scenario: str, folder: Path, pids: dict[int, int]) -> None:
+    """Send to both workers, and if that fails to the first alone."""
+    who, what, after, _ = SCENARIOS[scenario]
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for index, info in enumerate(INFOS):
+            if who == 0 and index == after:
+                os.kill(os.getpid(), what)
+            yield info.name, values(index)
+
+    workers = Workers(folder, pids)
+    sender = ProcessGroupSender("gloo", timeout=limit_of(what), bucket_bytes=2**20)
+    sender.connect(workers)
+    error, seconds = attempt(sender.send, workers, INFOS, weights())
+    sender.close()
+    until((folder / "received 1 1").exists)  # it has noticed as well
+    workers.pids = {1: pids[1]}
+    sender.connect(workers)
+    sender.send(workers, INFOS, weights())
+    write(folder / "report 0", [(error, 0, seconds)])
+
+
+def work(scenario: str, folder: Path, number: int) -> None:
+    """Receive what the trainer sends, twice if it lives."""
+    who, what, after, _ = SCENARIOS[scenario]
+    receiver, report = WeightReceiver(torch.device("cpu")), []
+    for turn in (1,) if who == 0 else (1, 2):
+        until((folder / f"group {turn}").exists)
+        group = json.loads((folder / f"group {turn}").read_text())
+        receiver.join(Rendezvous(**group | {"rank_offset": 1}), number - 1)
+        write(folder / f"joined {turn} {number}", "")
+        received: list[str] = []
+        error, seconds = attempt(receive, receiver, received, after if who == number else 0, what)
+        report.append((error, len(received), seconds))
+        write(folder / f"received {turn} {number}", error)
+    write(folder / f"report {number}", report)
+
+
+def receive(receiver: WeightReceiver, received: list[str], last: int, what: signal.Signals) -> None:
+    """Note the names of the tensors that arrive; with the last one this process is struck."""
+    for count, (tensors, _) in enumerate(receiver.receive(INFOS), start=1):
+        for name, tensor in tensors:
+            assert torch.equal(tensor, values(int(name.split(".")[1])))
+            received.append(name)
+        if count == last:
+            os.kill(os.getpid(), what)
+
+
+def all_scenarios(folder: Path) -> dict[str, Any]:
+    """Entry point of a rank: forks the processes of all scenarios before any has threads, and waits for survivors."""
+    kind, started, expected = multiprocessing.get_context("fork").Process, [], {}
+    for scenario, (_, _, _, survivors) in SCENARIOS.items():
+        place = folder / scenario
+        place.mkdir()
+        workers = {number: kind(target=work, args=(scenario, place, number)) for number in (1, 2)}
+        for process in workers.values():
+            process.start()
+        pids = {number: process.pid for number, process in workers.items()}
+        trainer = kind(target=train, args=(scenario, place, pids))
+        trainer.start()
+        started += [*workers.values(), trainer]
+        expected[scenario] = {str(number): place / f"report {number}" for number in survivors}
+    try:
+        until(lambda: all(path.exists() for paths in expected.values() for path in paths.values()), limit=250)
+    finally:
+        for process in started:
+            process.kill()
+    return {
+        scenario: {number: json.loads(path.read_text()) for number, path in paths.items()}
+        for scenario, paths in expected.items()
+    }
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, list[Report]]:
-    script = Path(__file__).with_name("transfer_deaths.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=True)
-    found: dict[str, list[Any]] = json.loads(done.stdout)
-    return {scenario: [(who, what, *rest) for who, what, *rest in rows] for scenario, rows in found.items()}
-
-
-def of(reports: list[Report], who: str, command: str) -> list[tuple[str, int, float]]:
-    return [report[2:] for report in reports if report[:2] == (who, command)]
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    module = "rollout.weight_sync.process_group.test_deaths"
+    (found,) = ranks.run(f"{module}:all_scenarios", 1, tmp_path_factory.mktemp("deaths"))
+    return found
 
 
 @pytest.mark.distributed
-def test_a_worker_that_dies_is_noticed_at_once_by_the_trainer_and_soon_by_the_others(
-    reports: dict[str, list[Report]],
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_process_that_dies_is_noticed_at_once_and_one_that_hangs_after_the_time_limit(
+    reports: dict[str, Any], scenario: str
 ) -> None:
-    ((error, _, seconds),) = of(reports["worker dies"], "trainer", "update")
-    assert error == "RuntimeError: worker 2 is dead"  # Ray tells it so, not gloo
-    assert seconds < SOON
-    (noticed, received, seconds), again = of(reports["worker dies"], "worker 1", "update")
-    assert "has given up sending weights" in noticed
-    assert received < TENSORS
-    assert seconds < SOON
-    assert again[:2] == ("", TENSORS)
-
-
-@pytest.mark.distributed
-def test_a_worker_that_hangs_is_given_up_after_the_time_limit(reports: dict[str, list[Report]]) -> None:
-    ((error, _, seconds),) = of(reports["worker is suspended"], "trainer", "update")
-    # The worker that still runs waits as long for the next block, and may be the first to say so.
-    assert "late" in error or f"did not come from the trainer within {LATE:g} s" in error
-    assert LATE <= seconds < MOST
-    (_, received, seconds), again = of(reports["worker is suspended"], "worker 1", "update")
-    assert received < TENSORS
-    assert seconds < MOST
-    assert again[:2] == ("", TENSORS)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("number", [1, 2])
-def test_workers_notice_that_the_trainer_is_gone(reports: dict[str, list[Report]], number: int) -> None:
-    ((error, received, seconds),) = of(reports["trainer dies"], f"worker {number}", "update")
-    assert "the trainer at 127.0.0.1:" in error
-    assert "is gone" in error
-    assert received < TENSORS
-    assert seconds < SOON
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("number", [1, 2])
-def test_workers_wait_for_a_trainer_that_hangs_no_longer_than_the_time_limit(
-    reports: dict[str, list[Report]], number: int
-) -> None:
-    ((error, received, seconds),) = of(reports["trainer is suspended"], f"worker {number}", "update")
-    assert f"did not come from the trainer within {LATE:g} s" in error
-    assert received < TENSORS
-    assert LATE <= seconds < MOST
+    who, what, _, says = SCENARIOS[scenario]
+    for number, words in says.items():
+        (error, received, seconds), *again = reports[scenario][str(number)]
+        assert re.search(words, error)
+        assert received < TENSORS
+        # On any machine: what is dead is not waited for.
+        assert seconds < (PATIENT / 2 if what is signal.SIGKILL else LATE + 60.0)
+        assert what is signal.SIGKILL or seconds >= LATE or who != 0 != number
+        if who != 0 != number:  # the first worker is sent to again
+            assert [one[:2] for one in again] == [["", TENSORS]]
