@@ -4,14 +4,11 @@ Covers ``placement.py``, ``ray_placement.py``, ``ray_session.py`` and ``weight_s
 """
 
 import itertools
-import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -121,23 +118,7 @@ def test_what_travels_by_handle_is_every_tensor_once_in_order_in_line_and_fits(
 
 @pytest.mark.ray
 def test_engines_apart_spread_over_the_machines_of_an_existing_cluster(tmp_path: Path) -> None:
-    (report,) = ranks.run("rollout.remote.two_machines:place_engines", 1, tmp_path)
-    assert report["machines"] == 2
-    assert report["divided"] == [2, 1]  # two bundles of one core, for one engine
-    assert not report["loopback"]  # engines of another machine must reach the trainer
-    for name, message in (
-        ("too_many", "3 engine(s) need 3 CPU(s), but Ray's cluster has 2"),
-        ("no_gpu", "1 engine(s) need 1 GPU(s), but Ray's cluster has 0"),
-        ("too_large", "an engine is on one machine and needs 2 CPU(s) there, but the largest machine of Ray's cluster"),
-        ("indivisible", "has 1, and its 3 processes cannot be divided equally over those there are"),
-        (
-            "taken",
-            "could not place 2 engine(s) of 1 CPU (SPREAD) within 1 s: 2 CPU are needed and 0 of 2 are free.",
-        ),
-    ):
-        text, seconds = report[name]
-        assert message in text
-        assert seconds < 60
+    ranks.run("rollout.remote.two_machines:place_engines", 1, tmp_path)
 
 
 class Cluster:
@@ -152,21 +133,21 @@ class Cluster:
             env=environment | driver | {"RAY_AUTH_MODE": "disabled"},
             text=True,
         )
-        self.address: str = self.answer()["address"]
+        self.address = self.answer()
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> str:
+        """Its next line, among those that Ray prints."""
         assert self.process.stdout is not None
-        while True:
-            line = self.process.stdout.readline()
-            assert line, "the cluster's process has ended"
-            if line.startswith("{"):  # Ray prints too
-                return json.loads(line)
+        for line in self.process.stdout:
+            if line.startswith("address "):
+                return line.split()[1]
+        raise AssertionError("the cluster's process has ended")
 
-    def ranks_of_its_own(self, count: int) -> dict[str, Any]:
+    def ranks_of_its_own(self, count: int) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{count}\n")
         self.process.stdin.flush()
-        return self.answer()
+        self.answer()
 
 
 @pytest.fixture(scope="module")
@@ -199,20 +180,6 @@ def test_as_few_machines_as_have_room_for_equal_parts(
     assert fewest_machines(processes, {"CPU": 1.0, "GPU": float(processes)}, nodes) == expected
 
 
-def check_apart(gpus: list[str], report: dict[str, Any]) -> None:
-    """Engines have GPUs, each its own, and none of a rank's; one more than there are is refused at once."""
-    assert len(set(gpus)) == len(gpus)
-    assert report["device"] == "cuda"
-    assert len(set(report["engines"])) == len(report["engines"]) == 2
-    assert not set(report["engines"]) & set(gpus)
-    assert set(report["excluded"]) == set(gpus)
-    used = rf", {len(gpus)} of which the training ranks use" if "has 4" in report["error"] else ""
-    assert re.search(
-        rf"3 engine\(s\) need 3 GPU\(s\), but Ray's cluster has [24]{used}: .*share them: VLLMPool\(colocate=True\)",
-        report["error"],
-    )
-
-
 @pytest.mark.ray
 @pytest.mark.distributed
 class TestEnginesApart:
@@ -221,37 +188,12 @@ class TestEnginesApart:
     def test_ray_that_counts_the_gpus_of_ranks_of_slurm_gives_them_to_engines_which_refuse_to_start(
         self, cluster: Cluster, tmp_path: Path
     ) -> None:
-        """One is known by UUID, and one as number 0 of a container or of Slurm's device control group."""
-        first, second = ranks.run(
-            "rollout.remote.gpu_ranks:place", 2, tmp_path, address=cluster.address, own_gpu="uuid"
-        )
-        assert [first["gpu"], second["gpu"]] == [f"GPU-{simulated_uuid(0)}", "0"]
-        refused = {gpu for gpu, text in first["starts"].items() if "which training rank" in text}
-        assert refused == {"0", "1"} & set(first["starts"])  # as Ray calls them
-        assert all("let Ray start the ranks (launcher='ray')" in first["starts"][gpu] for gpu in refused)
-        assert first["beside"]["seen"] == "Simulated 1"  # which rank 1 calls its number 0
-        assert re.match(
-            rf"RuntimeError: this engine shares GPU 0 of .* \(UUIDs \['{simulated_uuid(1)}'\]\), but with "
-            rf"CUDA_VISIBLE_DEVICES=0 it sees \['{simulated_uuid(0)}'\]",
-            first["beside"]["by_number"],
-        )
+        ranks.run("rollout.remote.gpu_ranks:of_slurm", 2, tmp_path, address=cluster.address)
 
-    def test_from_ranks_of_a_script_that_starts_ray_itself(self, tmp_path: Path) -> None:
-        first, _ = ranks.run("rollout.remote.gpu_ranks:place", 2, tmp_path)
-        check_apart(["0", "1"], first)
-        assert set(first["engines"]) == {"2", "3"}
-        assert re.match(rf"RuntimeError: Ray gave this engine GPU {first['engines'][0]} of .*, which", first["refusal"])
-
-    def test_ranks_that_see_their_own_gpu_alone_leave_no_gpu_for_a_ray_of_theirs(self, tmp_path: Path) -> None:
-        first, _ = ranks.run("rollout.remote.gpu_ranks:place", 2, tmp_path, own_gpu="number")
-        assert "engines" not in first
-        assert re.search(
-            r"2 engine\(s\) need 2 GPU\(s\), but Ray's cluster has 0: .*train on fewer.* Rank 0 has started Ray .*: it "
-            r"sees 1 \(CUDA_VISIBLE_DEVICES=0\)\. .*ray start --head",
-            first["error"],
-        )
+    @pytest.mark.parametrize("kind", ["of_a_script", "that_see_their_own"])
+    def test_from_ranks_that_start_ray_themselves(self, tmp_path: Path, kind: str) -> None:
+        """Those that see their own GPU alone leave none for a Ray of theirs, which is an error."""
+        ranks.run(f"rollout.remote.gpu_ranks:{kind}", 2, tmp_path)
 
     def test_from_ranks_that_ray_has_started(self, cluster: Cluster) -> None:
-        report = cluster.ranks_of_its_own(2)
-        assert len(report["excluded"]) == 2
-        check_apart(report["excluded"], report)
+        cluster.ranks_of_its_own(2)
