@@ -3,13 +3,15 @@
 import os
 import pickle
 import time
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import rlhfkit.rank_store
 from rlhfkit.distributed import RecoverableError
-from rlhfkit.rank_store import rank_store
+from rlhfkit.rank_store import RankError, rank_store
 
 
 class EnginesDied(RecoverableError):
@@ -33,12 +35,12 @@ def raised(function: Any) -> tuple[str, float]:
     return "", time.monotonic() - begin
 
 
-def everything(**_: Any) -> dict[str, Any]:
-    """What needs no rank to die."""
+def everything(folder: Path) -> list[Any]:
+    """What needs no rank to die; all entries of a log, in the order in which this rank has read them."""
     rank, world_size = start()
     rlhfkit.rank_store._GRACE_SECONDS = 120.0  # for ranks that are late because the machine is busy
     store = rank_store()
-    found: dict[str, Any] = {"same": rank_store() is store}
+    assert rank_store() is store
 
     def exchange() -> list[Any]:
         for number in range(50):
@@ -49,53 +51,52 @@ def everything(**_: Any) -> dict[str, Any]:
         return entries
 
     log = store.log("exchange")
-    found["entries"] = log.run(exchange, timeout=240, waiting_for="entries")
+    found = log.run(exchange, timeout=240, waiting_for="entries")
     dist.barrier()
     for _ in range(2):
         store.log("exchange")
     dist.barrier()
-    found["forgotten"] = store.entries("exchange/0", 0)
+    assert store.entries("exchange/0", 0) == [], "a log is forgotten"
     if rank == 0:
         store._store.add("log/forged/count", 1)
         store._store.set("log/forged/0", pickle.dumps("anything"))
     dist.barrier()
-    found["forged"] = raised(lambda: store.entries("forged", 0))[0]
+    with pytest.raises(RankError, match="has an entry that no rank"):  # and is not unpickled
+        store.entries("forged", 0)
     slow = store.log("slow")
-    found["slow"] = slow.run(lambda: time.sleep(2 * rank) or rank, timeout=240, waiting_for="a slow rank")
+    assert slow.run(lambda: time.sleep(2 * rank) or rank, timeout=240, waiting_for="a slow rank") == rank
 
-    def failing(error: Exception | None, other: Exception | None = None) -> tuple[str, float]:
-        def step() -> None:
-            if rank == 1 and error is not None:
-                raise error
-            if other is not None:
-                raise other
-            for _ in range(120):
-                log.read(1.0)
+    def fail(error: Exception) -> None:
+        if rank == 1:
+            raise error
+        for _ in range(120):
+            log.read(1.0)
 
-        return raised(lambda: log.run(step, timeout=240, waiting_for="a step"))
-
-    for name, arguments in {
-        "failed": (ValueError("a bug"),),
-        "recoverable": (EnginesDied("gone"),),
-        "both": (ValueError("a bug"), EnginesDied("gone")),
-    }.items():
-        log = store.log(name)
-        found[name] = failing(*arguments)
-    late = store.log("late")
-    hang = 600.0 if rank == 1 else 0.0
-    found["late"] = raised(
+    for error, elsewhere in ((ValueError("a bug"), "RuntimeError"), (EnginesDied("gone"), "EnginesDied")):
+        log = store.log(type(error).__name__)
+        text, seconds = raised(lambda: log.run(lambda: fail(error), timeout=240, waiting_for="a step"))  # noqa: B023
+        own = f"{type(error).__name__}: {error}"
+        assert text == (own if rank == 1 else f"{elsewhere}: rank 1 failed: {own}"), text
+        assert seconds < 60, "the others would go on for 120"
+    late, hang = store.log("late"), 600.0 if rank == 1 else 0.0
+    text, seconds = raised(
         lambda: late.run(lambda: late.call(lambda: time.sleep(hang)), timeout=1.5, waiting_for="scoring")
     )
+    own = "TimeoutError: scoring took longer than 1.5 s on rank 1"
+    assert text == (own if rank == 1 else f"RuntimeError: rank 1 failed: {own}"), text
+    assert seconds < 60, "it hangs for 600"
     dist.barrier()  # rank 0 ends last
     return found
 
 
-def one_dies(**_: Any) -> dict[str, Any]:
+def one_dies(folder: Path) -> None:
     """Rank 1 ends without a word while the others wait for it."""
     rank, _ = start()
     rlhfkit.rank_store.DEAD_AFTER_SECONDS = 6.0
-    store = rank_store()
-    log = store.log("die")
+    log = rank_store().log("die")
     if rank == 1:
         os._exit(0)
-    return {"death": raised(lambda: log.run(lambda: None, timeout=240, waiting_for="samples"))}
+    text, seconds = raised(lambda: log.run(lambda: None, timeout=240, waiting_for="samples"))
+    assert "rank 1 has given no sign of life for" in text, text
+    assert "waited for it (samples)" in text, text
+    assert seconds < 60, "they would wait for 240"

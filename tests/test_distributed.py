@@ -1,13 +1,17 @@
 """Exchanges between ranks: on one without a process group, and on two over gloo."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from strategies import ranks
 from torch import nn
 
 from rlhfkit.distributed import (
+    RecoverableError,
     all_reduce,
     exchange_errors,
     full_parameters,
@@ -18,6 +22,14 @@ from rlhfkit.distributed import (
     run_on_all_ranks,
     true_on_all_ranks,
 )
+
+
+class TransferError(ValueError):
+    """A type of a caller's own."""
+
+
+class EnginesDied(RecoverableError):
+    """What all ranks can recover from."""
 
 
 def test_one_rank_exchanges_nothing_and_raises_errors_as_they_are() -> None:
@@ -45,49 +57,68 @@ def test_one_rank_exchanges_nothing_and_raises_errors_as_they_are() -> None:
     assert not is_sharded(parameter)
 
 
+BUG, DIED, NO_ENGINE = ValueError("a bug"), EnginesDied("died"), EnginesDied("no engine")
+TOLD = "rank 1 failed: ValueError: a bug"
+ERRORS: list[tuple[list[Exception | None], type[Exception], list[Exception]]] = [
+    ([None, BUG], RuntimeError, [RuntimeError(TOLD), BUG]),
+    ([None, BUG], TransferError, [TransferError(TOLD), BUG]),
+    ([KeyError("a"), BUG], RuntimeError, [KeyError("a"), BUG]),
+    # What can be recovered from keeps its type on all ranks, unless one has another error.
+    ([None, DIED], RuntimeError, [EnginesDied("rank 1 failed: EnginesDied: died"), DIED]),
+    ([NO_ENGINE, DIED], RuntimeError, [NO_ENGINE, DIED]),
+    ([DIED, BUG], RuntimeError, [RuntimeError(TOLD), BUG]),
+]
+"""Errors of two ranks, the type that others raise, and what each rank raises."""
+
+
+def exchange(folder: Path) -> None:
+    """A rank of two; each is a process."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    group, rank = dist.new_group(backend="gloo"), get_rank()
+    assert get_world_size() == 2
+    assert gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert gather_objects(rank, group=group) == run_on_all_ranks(lambda: rank, group=group) == [0, 1]
+    values = torch.tensor([rank + 1.0, 5.0 - rank])
+    assert all_reduce(values.clone()).tolist() == [3, 9]
+    assert all_reduce(values.clone(), "max").tolist() == [2, 5]
+    assert all_reduce(values.clone(), "min").tolist() == [1, 4]
+    assert not true_on_all_ranks(rank == 0)
+    assert true_on_all_ranks(True)
+    objects_pass_through_one_group_beside_nccl(rank)
+
+    for errors, error_type, expected in ERRORS:
+
+        def step(error: Exception | None = errors[rank]) -> int:
+            if error is not None:
+                raise error
+            return rank
+
+        with pytest.raises(type(expected[rank])) as raised:
+            run_on_all_ranks(step, error_type=error_type)
+        found = [raised.value, exchange_errors(errors[rank], error_type=error_type)]
+        assert list(map(repr, found)) == [repr(expected[rank])] * 2, (errors, error_type, found)
+    assert exchange_errors(None) is None
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def objects_pass_through_one_group_beside_nccl(rank: int) -> None:
+    """Where the default group is NCCL's, which refuses them."""
+    real, backend, groups = dist.all_gather_object, dist.get_backend, list[Any]()
+
+    def gather(values: list[Any], value: Any, group: Any = None) -> None:
+        groups.append(group)
+        real(values, value, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_object", gather)
+        patch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        assert gather_objects(rank) == run_on_all_ranks(lambda: rank) == [0, 1]
+        assert true_on_all_ranks(rank >= 0)
+    assert groups == groups[:1] * 3, groups
+    assert backend(groups[0]) == "gloo"
+
+
 @pytest.mark.distributed
-class TestTwoRanks:
-    """Real processes over gloo."""
-
-    @pytest.fixture(scope="class")
-    def reports(self, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-        return ranks.run("distributed_ranks:exchanges", 2, tmp_path_factory.mktemp("exchanges"), 150)
-
-    def test_every_rank_has_the_values_of_all(self, reports: list[dict[str, Any]]) -> None:
-        for report in reports:
-            assert report["world_size"] == 2
-            assert report["gathered"] == [{"rank": 0}, {"rank": 1}]
-            assert report["gathered in a group"] == [0, 1]
-            assert (report["sum"], report["max"], report["min"]) == ([3, 9], [2, 5], [1, 4])
-            assert not report["true on one"]
-            assert report["true on both"]
-            assert report["results"] == report["results in a group"] == [0, 1]
-
-    def test_objects_pass_through_one_gloo_group_where_the_default_is_nccl(self, reports: list[dict[str, Any]]) -> None:
-        assert [report["gathered beside nccl"] for report in reports] == [[[0, 1], [0, 1], True, 3, 1, "gloo"]] * 2
-
-    def test_an_error_of_one_rank_is_raised_on_both(self, reports: list[dict[str, Any]]) -> None:
-        assert [report["one fails"] for report in reports] == [
-            "RuntimeError: rank 1 failed: ValueError: a bug",
-            "ValueError: a bug",
-        ]
-        assert reports[0]["one fails, own type"] == "TransferError: rank 1 failed: ValueError: a bug"
-        assert [report["both fail"] for report in reports] == ["KeyError: 'a'", "ValueError: a bug"]
-        assert [report["exchanged"] for report in reports] == [
-            "TransferError('rank 1 failed: ValueError: a bug')",
-            "ValueError('a bug')",
-        ]
-        assert [report["nothing to exchange"] for report in reports] == ["None", "None"]
-
-    def test_a_recoverable_error_keeps_its_type_on_both_unless_one_rank_has_another(
-        self, reports: list[dict[str, Any]]
-    ) -> None:
-        assert [report["one recovers"] for report in reports] == [
-            "EnginesDied: rank 1 failed: EnginesDied: no engine",
-            "EnginesDied: no engine",
-        ]
-        assert [report["both recover"] for report in reports] == ["EnginesDied: none", "EnginesDied: no engine"]
-        assert [report["one recovers, one fails"] for report in reports] == [
-            "RuntimeError: rank 1 failed: ValueError: a bug",
-            "ValueError: a bug",
-        ]
+def test_two_ranks_have_the_values_and_the_errors_of_all(tmp_path: Path) -> None:
+    ranks.run("test_distributed:exchange", 2, tmp_path, 150)

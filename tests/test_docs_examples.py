@@ -19,7 +19,7 @@ from jsonargparse import auto_cli, capture_parser
 import rlhfkit
 from rlhfkit.cli.estimate import parser as estimate_parser
 from rlhfkit.cli.init import packaged
-from rlhfkit.cli.main import COMMANDS, FUNCTION_COMMANDS, main
+from rlhfkit.cli.main import FUNCTION_COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -148,93 +148,79 @@ def test_python_compiles_and_what_it_imports_and_calls_exists(page: Path) -> Non
     assert [text for text in complaints if text] == []
 
 
-@every_page
-def test_commands_and_their_options_exist(page: Path) -> None:
-    lines = [line for block in blocks(page, "bash", "") for line in block.splitlines() if line.startswith("rlhfkit ")]
-    lines += re.findall(r"`(rlhfkit [^`]+)`", FENCE.sub("", page.read_text(encoding="utf-8")))
-    for line in lines:
-        words = shlex.split(line, comments=True)
-        assert words[1] in COMMANDS, line
-        if words[1] in FUNCTION_COMMANDS:
-            known = inspect.signature(resolve(FUNCTION_COMMANDS[words[1]][1].replace(":", "."))).parameters
-            options = [word[2:].split(".")[0].split("=")[0] for word in words if word.startswith("--")]
-            assert [option for option in options if option not in known] == [], line
+COMMAND_FILES = sorted((ROOT / "rlhfkit" / "cli").glob("*.py"))
 
 
 def shell_lines() -> Iterator[tuple[str, str]]:
     """A command, and a place where it is written: pages, tutorials with their notebooks, and our own docstrings."""
-    for path in [*PAGES, *PROGRAMS, *sorted((ROOT / "rlhfkit/cli/demo").glob("*.yaml")), *sorted(COMMAND_FILES)]:
-        text = path.read_text(encoding="utf-8")
-        text = re.sub(r" *\\\n *", " ", text)
+    for path in [*PAGES, *PROGRAMS, *sorted((ROOT / "rlhfkit/cli/demo").glob("*.yaml")), *COMMAND_FILES]:
+        text = re.sub(r" *\\\n *", " ", path.read_text(encoding="utf-8"))
         if path in COMMAND_FILES:
             text = re.sub(r"(rlhfkit [^\n]+)\n +(?=--)", r"\1 ", text)  # a line of a docstring goes on in the next
-        for line in re.findall(rf"(?:^|[:`]) *(rlhfkit (?:{'|'.join(COMMANDS)}) [^`\n]+)", text, re.MULTILINE):
+        for line in re.findall(r"(?:^|[:`]) *(rlhfkit [a-z-]+ [^`\n]+)", text, re.MULTILINE):
             if "DATA" not in line and ("--" in line or len(shlex.split(line, comments=True)) > 3):
                 yield re.sub(" +#.*", "", line.removesuffix("&")).strip(), path.name
 
 
-COMMAND_FILES = {*(ROOT / "rlhfkit" / "cli").glob("*.py")}
-SHELL_LINES = sorted(dict(shell_lines()).items())
 WORD_PARSERS = ("report", "init", "demo", "doctor")
 PARTIAL = ("score --reward_model", "fit --print_config", "export --adapter")
 """Commands in running text that name one option."""
 
 
-@pytest.mark.parametrize(("line", "page"), SHELL_LINES)
-def test_shell_lines_are_parsed_by_the_command_line(
-    line: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing is run; ``run.yaml`` and ``long.yaml`` of the pages are a tutorial's, ``grpo.yaml`` is the package's."""
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which ``run.yaml`` and ``long.yaml`` of pages are a tutorial's, ``grpo.yaml`` is the package's."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rlhfkit").symlink_to(ROOT / "rlhfkit")
     for name in ("run.yaml", "long.yaml"):
         (tmp_path / name).write_text((ROOT / "rlhfkit/cli/demo/grpo_arithmetic.yaml").read_text())
     (tmp_path / "grpo.yaml").write_text(packaged("grpo").read_text())
+    return tmp_path
+
+
+def check_configuration(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is run."""
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--print_config"])
+    assert not ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "page"), sorted(dict(shell_lines()).items()))
+def test_shell_lines_are_parsed_by_the_command_line(
+    line: str, page: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, command, *words = shlex.split(line, comments=True)
     if f"{command} {words[0]}" in PARTIAL:
         assert page != "README.md"
-        return
-    if command in FUNCTION_COMMANDS:
+    elif command in FUNCTION_COMMANDS:
         function = resolve(FUNCTION_COMMANDS[command][1].replace(":", "."))
         parser = capture_parser(lambda: auto_cli(function, args=words))
         parser.exit_on_error = False
         parser.parse_args(words)
-        return
-    if command in WORD_PARSERS:
+    elif command in WORD_PARSERS:
         resolve(f"rlhfkit.cli.{command}.{command}_parser")().parse_args(words)
-        return
-    if command == "estimate":
-        _, words = estimate_parser().parse_known_args(words)
-    with pytest.raises(SystemExit) as ended:
-        main([command if command != "estimate" else "fit", *words, "--print_config"])
-    assert not ended.value.code, capsys.readouterr().err
+    elif command == "estimate":
+        check_configuration(["fit", *estimate_parser().parse_known_args(words)[1]], capsys)
+    else:
+        check_configuration([command, *words], capsys)
 
 
 @every_page
-def test_shell_and_yaml_are_well_formed(page: Path) -> None:
+def test_shell_and_configurations_are_well_formed(page: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks(page, "bash"):
         done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
     for block in blocks(page, "yaml"):
-        assert [*yaml.safe_load_all(block)] != [None], block
+        if {*yaml.safe_load(block)} <= {"model", "data", "trainer"}:  # of a run; others are of other programs
+            (place / "block.yaml").write_text(block)
+            check_configuration(["fit", "--config", "grpo.yaml", "--config", "block.yaml"], capsys)
 
 
-@every_page
-def test_targets_of_make_and_programs_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    lines = [line for block in blocks(page, "bash", "") for line in block.splitlines()]
-    for words in (shlex.split(line, comments=True) for line in lines if re.match(r"(make|python3?) ", line)):
-        if words[0] == "make":
-            assert words[1] in targets
-        elif words[1] == "-m" and words[2].startswith("benchmarks"):
-            assert (ROOT / f"{words[2].replace('.', '/')}.py").exists() or (ROOT / words[2].replace(".", "/")).is_dir()
-        elif words[1].endswith(".py"):
-            assert (ROOT / words[1]).exists() or page.name == "strategy.md", words
-
-
-@every_page
-def test_dotted_names_and_files_exist(page: Path) -> None:
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docker").glob("*"))], ids=lambda page: page.name)
+def test_targets_of_make_dotted_names_and_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {*re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)} <= {*targets}
     for dotted in DOTTED.findall(text):
         resolve(dotted)
     assert [file for file in FILE.findall(text) if not (ROOT / file).exists()] == []
@@ -266,11 +252,10 @@ def test_the_site_builds_without_a_warning_and_has_a_page_for_each_name(tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
     named = {page.stem for page in (tmp_path / "reference").rglob("*.html")}
     assert set(rlhfkit.__all__) - named == {"__version__"} & set(rlhfkit.__all__)
-    for name, argument in (("GRPOModule", "kl_coef"), ("OnPolicyModule", "clip_high")):  # where each is described
-        class_page = (tmp_path / "reference" / "modules" / f"{name}.html").read_text(encoding="utf-8")
-        assert ":class:" not in class_page
-        assert argument in class_page
-        assert "OnPolicyModule.html" in class_page
+    described = (tmp_path / "reference" / "modules" / "GRPOModule.html").read_text(encoding="utf-8")
+    assert ":class:" not in described  # a link
+    assert "kl_coef" in described
+    assert "OnPolicyModule.html" in described  # where further arguments are
     pages = [page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")]
     tags = [tag.partition(">")[0] for page in pages for tag in page.split("<script")[1:]]
     assert not [tag for tag in tags if 'src="http' in tag]  # nothing is asked of another host

@@ -134,14 +134,3 @@ def test_commands_work_in_an_empty_environment(version: str, wheel: Path, tmp_pa
 
 def test_the_citation_is_of_this_version() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
-
-
-@pytest.mark.parametrize("name", ["cpu", "gpu"])
-def test_images_install_a_lock_that_they_copy(name: str) -> None:
-    """Docker itself is not run: what the lines name is there."""
-    lines = (ROOT / "docker" / f"{name}.Dockerfile").read_text().splitlines()
-    copied = [line.split()[1] for line in lines if line.startswith("COPY ")]
-    assert copied == [f"requirements/{name}.txt", "."]
-    assert (ROOT / copied[0]).is_file()
-    [installed] = [line for line in lines if f"-r /tmp/{name}.txt" in line]
-    assert f'-c /tmp/{name}.txt "ray[default]"' in installed  # which keeps the versions of the lock

