@@ -12,19 +12,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 from tiny_models import tiny_model
 
-from rlhfkit import PreferenceDataModule, RewardModule
 from rlhfkit.first_lines import TIPS, TipFilter, silence_tips, without_load_report
 
 RUNS = """
 import os, sys
 import lightning as L
 from rlhfkit import (
-    DPOModule, GRPOModule, PreferenceDataModule, PromptDataModule, RolloutCallback, SamplingSpec, SFTDataModule,
-    SFTModule,
+    DPOModule, GRPOModule, PreferenceDataModule, PromptDataModule, RewardModule, RolloutCallback, SamplingSpec,
+    SFTDataModule, SFTModule,
 )
 
 def fit(title, module, data, **arguments):
@@ -32,6 +30,7 @@ def fit(title, module, data, **arguments):
     trainer = L.Trainer(accelerator="cpu", devices=1, default_root_dir="run", **arguments)
     trainer.fit(module, data)
     print("bar:", *sorted(trainer.progress_bar_metrics), file=sys.stderr, flush=True)
+    return trainer
 
 def reward(samples):
     return [float(len(sample.text)) for sample in samples]
@@ -39,6 +38,12 @@ def reward(samples):
 fit("sft", SFTModule("model"), SFTDataModule("texts.jsonl", micro_batch_size=2, validation_data="texts.jsonl"),
     max_epochs=3, accumulate_grad_batches=2)
 fit("dpo", DPOModule("model"), PreferenceDataModule("pairs.jsonl", micro_batch_size=2), max_epochs=1)
+trainer = fit("reward", RewardModule("model", lr=1e-3), PreferenceDataModule("pairs.jsonl", micro_batch_size=5),
+    max_epochs=1, logger=False, enable_checkpointing=False)
+# One step with all pairs, so that the means over the epoch are those of the step.
+for shown, logged in (("accuracy", "rewards/accuracies"), ("margin", "rewards/margins")):
+    apart = trainer.progress_bar_metrics[shown] - float(trainer.callback_metrics[logged])
+    assert abs(apart) <= 1e-6 * abs(trainer.progress_bar_metrics[shown]), shown
 rollouts = RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=4))
 fit("grpo", GRPOModule("model"), PromptDataModule("prompts.jsonl", rollout_batch_size=4, micro_batch_size=8),
     max_epochs=2, callbacks=[rollouts], logger=False, enable_checkpointing=False)
@@ -48,6 +53,7 @@ fit("verbose", SFTModule("model"), SFTDataModule("texts.jsonl"), max_steps=1, lo
 NOT_OURS = (
     *("GPU available", "TPU available", "Tip:", "tensorboardX", "Setting accelerator", "LeafSpec", "Loading weights"),
     *("Generating train split", "Trainable params", "Modules in train mode", "Loading `train_dataloader`"),
+    "LOAD REPORT",
     "across ranks is zero",  # where there is no validation data
 )
 
@@ -56,18 +62,14 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def pairs() -> list[dict[str, Any]]:
-    rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(5)]
-    return [*rows, {"prompt": "1+1=", "chosen": "2", "rejected": "2"}]  # has nothing to learn
-
-
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The lines of each run, both streams, of one process as importing takes long."""
     folder = tmp_path_factory.mktemp("first")
     tiny_model(folder / "model")
     write(folder / "texts.jsonl", [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)])
-    write(folder / "pairs.jsonl", pairs())
+    pairs = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(5)]
+    write(folder / "pairs.jsonl", [*pairs, {"prompt": "1+1=", "chosen": "2", "rejected": "2"}])  # nothing to learn
     write(folder / "prompts.jsonl", [{"prompt": f"{i}+1="} for i in range(8)])
     (folder / "runs.py").write_text(RUNS)
     cache = {"HF_DATASETS_CACHE": str(folder / "cache"), "COLUMNS": "400"}  # no converted files of earlier runs
@@ -86,53 +88,42 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return {"import": runs[0]} | {lines[0]: [line for line in lines[1:] if line.strip()] for lines in runs[1:]}
 
 
-@pytest.mark.parametrize(
-    ("run", "expected"),
-    [
-        (
-            "sft",
-            [
-                "model:   model, LlamaForCausalLM of 82.2 k parameters (trained); precision 32-true; cpu",
-                "data:    texts.jsonl (columns completion, prompt): 8 examples; validation on 8 examples",
-                "files:   logs in run/lightning_logs/version_0 (CSVLogger); "
-                "checkpoints in run/lightning_logs/version_0/checkpoints",
-                "steps:   one epoch is 4 micro-batches and 2 updates; 6 updates in all in 3 epochs",
-            ],
-        ),
-        (
-            "dpo",
-            [
-                "data:    pairs.jsonl (columns chosen, prompt, rejected): 5 examples, 1 rows left out",
-                "missing: no validation data",
-                "steps:   one epoch is 3 micro-batches and 3 updates; 3 updates in all in 1 epoch",
-                "bar: accuracy loss margin",
-            ],
-        ),
-        (
-            "grpo",
-            [
-                "data:    prompts.jsonl (columns prompt): 8 prompts",
-                "missing: no logger, so that metrics are kept nowhere; no checkpoints, so that the run cannot be "
-                "resumed; no validation data",
-                "steps:   one iteration is 4 prompts x 4 = 16 samples, in 2 micro-batches and 2 updates; "
-                "4 updates in all in 2 iterations",
-                "bar: reward",
-            ],
-        ),
+EXPECTED = {
+    "sft": [
+        "model:   model, LlamaForCausalLM of 82.2 k parameters (trained); precision 32-true; cpu",
+        "data:    texts.jsonl (columns completion, prompt): 8 examples; validation on 8 examples",
+        "files:   logs in run/lightning_logs/version_0 (CSVLogger); "
+        "checkpoints in run/lightning_logs/version_0/checkpoints",
+        "steps:   one epoch is 4 micro-batches and 2 updates; 6 updates in all in 3 epochs",
     ],
-)
-def test_the_first_lines_describe_model_data_files_and_steps(
-    run: str, expected: list[str], printed: dict[str, list[str]]
-) -> None:
-    lines = printed[run]
-    assert [line for line in lines if line in expected] == expected
-    if run == "dpo":
-        assert len([line for line in lines if "1 of 6 pairs have the same tokens" in line]) == 1
-        assert "reference of 82.2 k (frozen)" in next(line for line in lines if line.startswith("model:"))
+    "dpo": [
+        "data:    pairs.jsonl (columns chosen, prompt, rejected): 5 examples, 1 rows left out",
+        "missing: no validation data",
+        "steps:   one epoch is 3 micro-batches and 3 updates; 3 updates in all in 1 epoch",
+        "bar: accuracy loss margin",
+    ],
+    "reward": ["bar: accuracy loss margin"],
+    "grpo": [
+        "data:    prompts.jsonl (columns prompt): 8 prompts",
+        "missing: no logger, so that metrics are kept nowhere; no checkpoints, so that the run cannot be resumed; "
+        "no validation data",
+        "steps:   one iteration is 4 prompts x 4 = 16 samples, in 2 micro-batches and 2 updates; "
+        "4 updates in all in 2 iterations",
+        "bar: reward",
+    ],
+}
+
+
+def test_the_first_lines_describe_model_data_files_and_steps(printed: dict[str, list[str]]) -> None:
+    for run, expected in EXPECTED.items():
+        assert [line for line in printed[run] if line in expected] == expected
+    assert len([line for line in printed["dpo"] if "1 of 6 pairs have the same tokens" in line]) == 1
+    assert any(line.startswith("model:") and "reference of 82.2 k (frozen)" in line for line in printed["dpo"])
+    assert any("layer 'score' is new" in line for line in printed["reward"])
 
 
 def test_no_tip_of_another_library_is_printed_unless_asked_for(printed: dict[str, list[str]]) -> None:
-    for run in ("import", "sft", "dpo", "grpo"):
+    for run in ("import", *EXPECTED):
         assert not [line for line in printed[run] if any(tip in line for tip in NOT_OURS)]
     verbose = printed["verbose"]
     assert any(line.startswith("GPU available") for line in verbose)
@@ -175,30 +166,3 @@ def test_a_report_of_other_missing_weights_is_printed(caplog: pytest.LogCaptureF
         logger.removeHandler(caplog.handler)
     messages = {record.getMessage() for record in caplog.records}
     assert messages == {"something else True", "something else False", "Llama LOAD REPORT False"}
-
-
-def test_a_new_reward_head_is_said_in_a_line_and_the_bar_shows_accuracy_and_margin(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = tiny_model(tmp_path / "model")
-    write(tmp_path / "pairs.jsonl", pairs())
-    loggers = [logging.getLogger(name) for name in (*TIPS, "transformers.modeling_utils")]
-    for logger in loggers:
-        logger.addHandler(caplog.handler)
-    try:
-        module = RewardModule(str(model), lr=1e-3)
-        trainer = L.Trainer(
-            accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-            default_root_dir=str(tmp_path),
-        )  # fmt: skip
-        trainer.fit(module, PreferenceDataModule(str(tmp_path / "pairs.jsonl"), micro_batch_size=5))
-    finally:
-        for logger in loggers:
-            logger.removeHandler(caplog.handler)
-    assert "layer 'score' is new" in caplog.text
-    assert "LOAD REPORT" not in caplog.text
-    bar = trainer.progress_bar_metrics
-    assert set(bar) == {"loss", "accuracy", "margin"}
-    # One step with all pairs, so that the means over the epoch are those of the step.
-    assert bar["accuracy"] == pytest.approx(float(trainer.callback_metrics["rewards/accuracies"]))
-    assert bar["margin"] == pytest.approx(float(trainer.callback_metrics["rewards/margins"]), rel=1e-6)
