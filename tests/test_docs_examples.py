@@ -4,6 +4,7 @@ import ast
 import builtins
 import importlib
 import inspect
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -29,20 +30,6 @@ PROGRAMS = [
     for path in sorted((ROOT / folder).iterdir())
     if path.suffix in (".py", ".ipynb")
 ]
-PACKAGES = (
-    "callbacks",
-    "checkpoints",
-    "data",
-    "datamodules",
-    "episodes",
-    "losses",
-    "models",
-    "modules",
-    "rewards",
-    "rollout",
-    "strategies",
-)
-
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
@@ -72,9 +59,11 @@ def resolve(dotted: str) -> Any:
     raise ImportError(dotted)
 
 
-def public_names() -> set[str]:
+def public_objects() -> dict[str, Any]:
     """What rlhfkit and its packages export."""
-    return set(rlhfkit.__all__).union(*(importlib.import_module(f"rlhfkit.{name}").__all__ for name in PACKAGES))
+    names = [one.name for one in pkgutil.iter_modules(rlhfkit.__path__) if one.ispkg] + ["modules.parts"]
+    rooms = [rlhfkit, *(importlib.import_module(f"rlhfkit.{name}") for name in names)]
+    return {name: getattr(room, name) for room in rooms for name in getattr(room, "__all__", ())}
 
 
 def signature(called: Callable[..., Any]) -> inspect.Signature:
@@ -130,7 +119,7 @@ def trees(page: Path) -> list[ast.Module]:
 @every_source
 def test_python_compiles_and_what_it_imports_and_calls_exists(page: Path) -> None:
     """Pages import names of ours before they use them; linters see to it in programs."""
-    ours, names, imported = public_names(), set(dir(builtins)), dict[str, Any]()
+    ours, names, imported = {*public_objects()}, set(dir(builtins)), dict[str, Any]()
     missing, complaints = [], []
     for tree in trees(page):
         nodes = list(ast.walk(tree))

@@ -1,8 +1,9 @@
-"""Docstrings: their examples run. That arguments they describe exist is checked when the site is built."""
+"""Docstrings: their examples run, and what they call arguments are arguments."""
 
 import ast
 import dataclasses
 import importlib
+import inspect
 import re
 import textwrap
 from collections.abc import Iterator
@@ -12,23 +13,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from test_docs_examples import complaint
+from test_docs_examples import complaint, public_objects
 
 import rlhfkit
 
 PACKAGE = Path(rlhfkit.__file__).parent
-ROOMS = (
-    "rewards",
-    "losses",
-    "data",
-    "modules",
-    "modules.parts",
-    "models",
-    "rollout",
-    "episodes",
-    "callbacks",
-    "strategies",
-)
 ELSEWHERE = {
     "applied": "inside a fit",
     "NonFiniteGuard": "a file that a run which was stopped leaves",
@@ -98,10 +87,7 @@ every_file = pytest.mark.parametrize("file", FILES, ids=lambda path: str(path.re
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
     """What examples use without making it: our public names, and objects called as in the examples."""
-    known: dict[str, Any] = {name: getattr(rlhfkit, name) for name in rlhfkit.__all__}
-    for room in ROOMS:
-        package = importlib.import_module(f"rlhfkit.{room}")
-        known |= {name: getattr(package, name) for name in package.__all__}
+    known = public_objects()
 
     def search(query: str) -> str:
         """Search.
@@ -187,3 +173,26 @@ def check_calls(example: Example, names: dict[str, Any]) -> None:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     known = [(call, names[call.func.id]) for call in calls if isinstance(call.func, ast.Name) and call.func.id in names]
     assert [text for call, called in known if (text := complaint(call, called))] == [], example
+
+
+def argument_names(docstring: str) -> list[str]:
+    """The names under ``Args:``."""
+    section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", docstring, re.MULTILINE)
+    found = re.findall(r"^    (?! )([\w*, ]+): ", section[1], re.MULTILINE) if section else []
+    return [name.replace("*", "") for names in found for name in names.split(", ")]
+
+
+def test_described_arguments_exist() -> None:
+    wrong, described = [], 0
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(("rlhfkit", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+        if "class " not in (text := path.read_text(encoding="utf-8")) or "Args:" not in text:
+            continue
+        for kind in vars(importlib.import_module(name)).values():
+            if inspect.isclass(kind) and kind.__module__ == name and not getattr(kind, "_is_protocol", False):
+                listed = argument_names(inspect.cleandoc(vars(kind).get("__doc__") or ""))
+                taken = inspect.signature(kind).parameters if listed else {}
+                described += len(listed)
+                wrong += [f"{name}.{kind.__name__}: {one}" for one in listed if one not in taken]
+    assert wrong == []
+    assert described > 600
