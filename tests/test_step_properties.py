@@ -82,14 +82,22 @@ def test_a_step_does_not_depend_on_micro_batches_packing_and_order(
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"),
-    [*((kind, {}) for kind in KINDS), ("dpo", {"parts": [MovingReference(1, alpha=0.6).plain()]})],
-    ids=[*KINDS, "dpo whose reference moves"],
+    ("kind", "images", "more"),
+    [
+        *((kind, None, {}) for kind in KINDS),
+        ("dpo", None, {"parts": [MovingReference(1, alpha=0.6).plain()]}),
+        ("grpo", "idefics3", {"kl_coef": 0.1}),
+    ],
+    ids=[*KINDS, "dpo whose reference moves", "grpo with images"],
 )
-def test_a_stopped_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, kind: str, more: dict[str, Any]) -> None:
+def test_a_stopped_run_goes_on_bit_for_bit(
+    folder: Path, tmp_path: Path, kind: str, images: str | None, more: dict[str, Any]
+) -> None:
     """Two epochs of two steps of two micro-batches, saved after a step, inside a window and at the end of an epoch."""
+    if images is not None and not (folder / images).exists():
+        save_vision_model(images, folder / images)
     own = own_optimizer(**more)
-    run = functools.partial(train, folder, kind, -1, size=STEP // 2, **STOPPED, own=own)
+    run = functools.partial(train, folder, kind, -1, size=STEP // 2, **STOPPED, own=own, images=images)
     straight = run(callbacks=[Save(tmp_path)])
     for batch, done in ((1, 1), (2, 1), (3, 2)):
         resumed = run(resume=tmp_path / f"0, {batch}.ckpt")

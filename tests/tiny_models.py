@@ -35,9 +35,10 @@ def prompts_of(texts: Sequence[str], answers: Sequence[Any] | None = None) -> li
 
 
 def token_logprobs(model: Any, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
-    """(T-1,) log-probs of all tokens but the first, by the definition."""
+    """(T-1,) log-probs of all tokens but the first, by the definition; float64 of a model in float64, else float32."""
     ids = torch.tensor([[*tokens]])
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 

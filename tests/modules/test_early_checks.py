@@ -5,23 +5,20 @@ Covers ``modules/base.py`` and ``callbacks/rollout/checks.py``.
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_runs import setup_run
+from rl_runs import digits, fit_run
 from tiny_models import tiny_model, tiny_tokenizer
 
 from modules.data_runs import trainer
-from rlhfkit import SamplingSpec, SFTDataModule, SFTModule
-from rlhfkit.callbacks.rollout.checks import check_prompts
+from rlhfkit import RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.datamodules import (
     PreferenceDataModule,
     StepwiseDataModule,
     UnpairedPreferenceDataModule,
 )
-from rlhfkit.models import load_tokenizer
 from rlhfkit.modules import DPOModule, KTOModule, ProcessRewardModule
 
 
@@ -40,31 +37,37 @@ def larger_tokenizer() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rows", "data", "options", "message"),
+    ("tokenizer", "options", "message"),
     [
-        ([{"text": "a" * 40}], {"max_length": 64}, {}, r"given rows, row 0, has 41 tokens .* more than the .* of 32"),
         (
-            [{"text": "abc"}],
-            {"max_length": 16, "tokenizer": larger_tokenizer()},
+            larger_tokenizer(),
             {},
             r"has 11 tokens that the model does not know, such as '<tool\d+>' \(1\d\d\): .* tokens 0 to 127. Use the",
         ),
-        ([{"text": "abc"}], {"max_length": 16}, {"gradient_clip_val": float("nan")}, "gradient_clip_val=.* got nan"),
+        (None, {"gradient_clip_val": float("nan")}, "gradient_clip_val=.* got nan"),
     ],
 )
 def test_the_message_says_value_rule_and_cure(
-    model: str, tmp_path: Path, rows: list[dict[str, str]], data: dict[str, Any], options: dict[str, Any], message: str
+    model: str, tmp_path: Path, tokenizer: Any, options: dict[str, Any], message: str
 ) -> None:
+    data = SFTDataModule([{"text": "abc"}], text="text", micro_batch_size=1, max_length=16, tokenizer=tokenizer)
     with pytest.raises(ValueError, match=message):
-        run(tmp_path, **options).fit(SFTModule(model), SFTDataModule(rows, text="text", micro_batch_size=1, **data))
+        run(tmp_path, **options).fit(SFTModule(model), data)
 
 
 SHORT, LONG = "b" * 8, "a" * 36
-OTHERS: dict[str, tuple[Any, Any, list[dict[str, Any]], str]] = {
+PAIRS = [{"prompt": "1+", "chosen": "b", "rejected": SHORT}, {"prompt": "2+", "chosen": SHORT, "rejected": LONG}]
+KINDS: dict[str, tuple[Any, Any, list[dict[str, Any]], str]] = {
+    "texts": (
+        SFTModule,
+        functools.partial(SFTDataModule, text="text"),
+        [{"text": "b"}, {"text": LONG}],
+        "row 1, has 37",
+    ),
     "preference pairs": (
         DPOModule,
         PreferenceDataModule,
-        [{"prompt": "1+", "chosen": "b", "rejected": SHORT}, {"prompt": "1+", "chosen": SHORT, "rejected": LONG}],
+        PAIRS,
         "row 1, has 39",
     ),
     "unpaired answers": (
@@ -80,7 +83,7 @@ OTHERS: dict[str, tuple[Any, Any, list[dict[str, Any]], str]] = {
     "pairs taken apart": (
         KTOModule,
         UnpairedPreferenceDataModule,
-        [{"prompt": "1+", "chosen": "b", "rejected": SHORT}, {"prompt": "2+", "chosen": SHORT, "rejected": LONG}],
+        PAIRS,
         "row 1, has 39",
     ),
     "judged steps": (
@@ -96,11 +99,11 @@ OTHERS: dict[str, tuple[Any, Any, list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("where", ["data", "validation_data"])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_rows_beyond_the_context_are_refused_by_every_kind_of_data(
     model: str, tmp_path: Path, name: str, where: str
 ) -> None:
-    module, data, rows, place = OTHERS[name]
+    module, data, rows, place = KINDS[name]
     sources = {"data": rows[:-1], where: rows}
     message = rf"given rows, {place} tokens within max_length 64, .* context of 32: lower it, max_length=32, or"
     with pytest.raises(ValueError, match=message):
@@ -110,7 +113,7 @@ def test_rows_beyond_the_context_are_refused_by_every_kind_of_data(
 
 
 def test_what_is_kept_for_another_model_is_checked_for_this_one(model: str, tmp_path: Path) -> None:
-    module, data, rows, place = OTHERS["preference pairs"]
+    module, data, rows, place = KINDS["preference pairs"]
     longer = str(tiny_model(tmp_path / "longer", context=64))
     options = {"micro_batch_size": 2, "max_length": 64, "cache_dir": tmp_path / "cache"}
     run(tmp_path).fit(module(longer), data(rows, **options))
@@ -142,22 +145,14 @@ def test_a_stream_names_the_row_beyond_the_context_when_it_is_drawn(model: str, 
 
 
 def test_answers_that_nothing_ends_are_refused(tmp_path: Path) -> None:
-    import transformers
-
-    folder = tiny_model(tmp_path / "endless")
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    config = transformers.AutoConfig.from_pretrained(folder)
-    config.eos_token_id = None
-    config.save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(folder)
-    assert load_tokenizer(str(folder)).eos_token_id is None
-    reinforced, module, data, rollouts = setup_run(tmp_path / "run")
-    module.model_name, module._tokenizer = str(folder), None
-    with pytest.raises(ValueError, match=r"nothing ends an answer of .*endless: its tokenizer has no end-of-seq"):
-        reinforced.fit(module, data)
-    checked: list[Callable[..., Any]] = []
-    data.check_prompts = lambda **limits: checked.append(limits)  # type: ignore[method-assign]
-    check_prompts(reinforced, module, rollouts.engine, SamplingSpec(max_new_tokens=4, stop=("\n",)))
-    assert len(checked) == 1
+    """Unless a text does."""
+    folder = tiny_model(tmp_path / "model")
+    for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        written = json.loads((folder / file).read_text())
+        (folder / file).write_text(
+            json.dumps({key: None if "eos_token" in key else one for key, one in written.items()})
+        )
+    with pytest.raises(ValueError, match=r"nothing ends an answer of .*model: its tokenizer has no end-of-seq"):
+        fit_run(tmp_path)
+    sampling = SamplingSpec(group_size=4, max_new_tokens=4, stop="1")
+    fit_run(tmp_path, rollouts=RolloutCallback(digits, sampling=sampling), max_steps=1)

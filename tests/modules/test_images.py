@@ -11,7 +11,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback
 from models.vision_families import SIDE, save_vision_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -33,6 +33,8 @@ from rlhfkit import (
     SFTModule,
 )
 from rlhfkit.models.lora import vision_parameters
+
+from .data_runs import trainer, write
 
 COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255)}
 SEEING = {"train_vision": True}
@@ -59,16 +61,14 @@ def rows(folder: Path, count: int = 48, *, shuffled: bool = False) -> str:
         images = [row["images"] for row in made]
         chance.shuffle(images)
         made = [{**row, "images": images[index]} for index, row in enumerate(made)]
-    file = folder / f"rows-{shuffled}.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in made))
-    return str(file)
+    write(folder / f"rows-{shuffled}.jsonl", made)
+    return str(folder / f"rows-{shuffled}.jsonl")
 
 
 def trained(module: Any, data: Any, folder: Path, **arguments: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1} | arguments
-    trainer = L.Trainer(default_root_dir=folder, accelerator="cpu", enable_model_summary=False, **quiet)
-    trainer.fit(module, data)
-    return trainer
+    run = trainer(folder, **{"max_epochs": 1} | arguments)
+    run.fit(module, data)
+    return run
 
 
 @pytest.mark.parametrize(
@@ -84,53 +84,45 @@ def test_modules_learn_what_is_seen(folder: Path, tmp_path: Path, kind: Any, kin
     for shuffled in (False, True):
         torch.manual_seed(0)
         data = kind_of_data(rows(tmp_path, shuffled=shuffled), micro_batch_size=16)
-        trainer = trained(kind(str(folder), lr=2e-3, loading=SEEING), data, tmp_path, max_epochs=5)
-        losses.append(float(trainer.callback_metrics["loss"]))
+        run = trained(kind(str(folder), lr=2e-3, loading=SEEING), data, tmp_path, max_epochs=5)
+        losses.append(float(run.callback_metrics["loss"]))
     assert losses[0] < 0.2
     assert losses[1] > 0.5
 
 
 @pytest.fixture(scope="module")
-def start(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SFTModule:
-    """A module that answers nearly at random."""
-    place = tmp_path_factory.mktemp("start")
+def begun(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[SFTModule, Path]:
+    """A module that answers nearly at random, and its export."""
+    place = tmp_path_factory.mktemp("begun")
     torch.manual_seed(0)
     module = SFTModule(str(folder), lr=2e-3, loading=SEEING)
     trained(module, SFTDataModule(rows(place), completion="completion", micro_batch_size=16), place, max_epochs=2)
-    return module
+    return module, module.save_pretrained(place / "export")
 
 
-@pytest.fixture(scope="module")
-def begun(start: SFTModule, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return start.save_pretrained(tmp_path_factory.mktemp("start") / "export")
-
-
-def test_an_export_has_the_processor_and_is_the_model_in_transformers(start: SFTModule, begun: Path) -> None:
-    processor = AutoProcessor.from_pretrained(begun)
-    model = AutoModelForImageTextToText.from_pretrained(begun, dtype=torch.float32).eval()
+def test_an_export_has_the_processor_and_is_the_model_in_transformers(begun: tuple[SFTModule, Path]) -> None:
+    module, export = begun
+    processor = AutoProcessor.from_pretrained(export)
+    model = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32).eval()
     inputs = processor(text=["<image>colour?"], images=[[PIL.Image.new("RGB", (SIDE, SIDE))]], return_tensors="pt")
     with torch.no_grad():
-        assert torch.equal(model(**inputs).logits, start.policy.eval()(**inputs).logits)
+        assert torch.equal(model(**inputs).logits, module.policy.eval()(**inputs).logits)
 
 
-def test_vision_has_a_learning_rate_of_its_own_or_none(folder: Path, tmp_path: Path) -> None:
-    data = SFTDataModule(rows(tmp_path), completion="completion", micro_batch_size=16)
-    module = SFTModule(
-        str(folder), lr=1e-3, loading=SEEING, optimization=Optimization(parameter_options={"vision": {"lr": 1e-5}})
-    )
-    trainer = trained(module, data, tmp_path)
-    groups = {group["name"]: group for group in trainer.optimizers[0].param_groups}
+def test_vision_has_a_learning_rate_of_its_own_or_none(folder: Path) -> None:
+    own = Optimization(parameter_options={"vision": {"lr": 1e-5}})
+    module = SFTModule(str(folder), lr=1e-3, loading=SEEING, optimization=own)
+    module.configure_model()
+    groups = {group["name"]: group for group in module.configure_optimizers().param_groups}
     assert {name: group["lr"] for name, group in groups.items()} == {"policy": 1e-3, "policy.vision": 1e-5}
     vision = {id(parameter) for _, parameter in vision_parameters(module.policy)}
     assert {id(parameter) for parameter in groups["policy.vision"]["params"]} == vision
-    frozen = SFTModule(str(folder), lr=1e-3)
-    start = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).state_dict()
-    trained(frozen, SFTDataModule(rows(tmp_path), completion="completion", micro_batch_size=16), tmp_path)
-    assert all(torch.equal(one, start[name]) for name, one in vision_parameters(frozen.policy))
+    frozen = SFTModule(str(folder))
+    frozen.configure_model()
+    assert not any(parameter.requires_grad for _, parameter in vision_parameters(frozen.policy))
 
 
-@pytest.mark.parametrize(("kind", "arguments"), [(GRPOModule, {}), (PPOModule, {"critic_lr": 3e-3, "kl_coef": 0.0})])
-def test_a_policy_learns_by_reward_what_it_sees(begun: Path, tmp_path: Path, kind: Any, arguments: Any) -> None:
+def test_policy_and_critic_learn_by_reward_what_they_see(begun: tuple[SFTModule, Path], tmp_path: Path) -> None:
     """Two updates an iteration. One colour is worth more, whatever is answered: only a critic that sees knows that."""
     data = PromptDataModule(rows(tmp_path), answer="answer", rollout_batch_size=24, micro_batch_size=96)
     rewards: list[float] = []
@@ -141,9 +133,8 @@ def test_a_policy_learns_by_reward_what_it_sees(begun: Path, tmp_path: Path, kin
         rewards.append(sum(given) / len(given))
         return [one + 2.0 * (sample.prompt.answer == "r") for one, sample in zip(given, samples, strict=True)]
 
-    class Watch(L.Callback):
-        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            mismatch.append(float(trainer.callback_metrics["rollout_corr/logprob_abs_diff_max"]))
+    def watch(run: L.Trainer, module: Any) -> None:
+        mismatch.append(float(run.callback_metrics["rollout_corr/logprob_abs_diff_max"]))
 
     asked: list[int] = []
 
@@ -155,14 +146,14 @@ def test_a_policy_learns_by_reward_what_it_sees(begun: Path, tmp_path: Path, kin
     rollouts = RolloutCallback(
         right, engine=Probed(), sampling=SamplingSpec(group_size=8, max_new_tokens=1, stop_token_ids=(69,))
     )
-    module = kind(str(begun), lr=1e-3, loading=SEEING, **arguments)
-    trainer = trained(module, data, tmp_path, max_epochs=10, callbacks=[rollouts, Watch()], limit_val_batches=0)
+    module = PPOModule(str(begun[1]), lr=1e-3, critic_lr=3e-3, kl_coef=0.0, loading=SEEING)
+    callbacks = [rollouts, LambdaCallback(on_train_epoch_end=watch)]
+    run = trained(module, data, tmp_path, max_epochs=10, callbacks=callbacks)
     assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.25, rewards
     assert len(mismatch) == 10
     assert max(mismatch) < 1e-5
     assert asked == [1] * 11  # after each sync the probe has a picture
-    if kind is PPOModule:
-        assert float(trainer.callback_metrics["value/explained_variance"]) > 0.7
+    assert float(run.callback_metrics["value/explained_variance"]) > 0.7
 
 
 @pytest.mark.parametrize(
@@ -201,35 +192,6 @@ def test_samples_keep_their_images_wherever_they_wait(folder: Path, tmp_path: Pa
         parts=parts,
     )
     data = PromptDataModule(rows(tmp_path, 12), answer="answer", rollout_batch_size=4, micro_batch_size=4)
-    trained(Checked(str(folder), lr=1e-9), data, tmp_path, max_epochs=5, callbacks=[rollouts], limit_val_batches=0)
+    trained(Checked(str(folder), lr=1e-9), data, tmp_path, max_epochs=5, callbacks=[rollouts])
     assert max(mismatch) < 1e-5
     assert (any(continued), any(replayed)) == (isinstance(parts[0], Oversampling), isinstance(parts[1], ReplayBuffer))
-
-
-def test_a_run_that_was_stopped_inside_an_iteration_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    data_file, finished = rows(tmp_path, 24), []
-    for place in (None, tmp_path / "saved" / "step=3.ckpt"):
-        torch.manual_seed(0)
-        data = PromptDataModule(data_file, answer="answer", rollout_batch_size=4, micro_batch_size=4)
-        rollouts = RolloutCallback(
-            lambda samples: [float(len(sample.text)) + sample.prompt.index for sample in samples],
-            engine=LocalEngine(),
-            sampling=SamplingSpec(group_size=2, max_new_tokens=3),
-        )
-        module = GRPOModule(str(folder), lr=1e-3, loading=SEEING, kl_coef=0.1)
-        saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
-        trainer = L.Trainer(
-            default_root_dir=tmp_path,
-            accelerator="cpu",
-            max_epochs=3,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-            callbacks=[rollouts] + [saving] * (place is None),
-        )
-        trainer.fit(module, data, ckpt_path=place, weights_only=False)
-        assert trainer.global_step == 6
-        finished.append(module.policy.state_dict())
-    assert all(torch.equal(one, finished[1][name]) for name, one in finished[0].items())
-    assert str(tmp_path).encode() in (tmp_path / "saved" / "step=3.ckpt").read_bytes()  # paths of pictures

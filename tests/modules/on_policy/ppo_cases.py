@@ -9,28 +9,21 @@ from typing import Any
 
 import lightning as L
 import torch
-from plain_sgd import PlainSGD
-from rl_runs import samples_of_all_ranks
+from plain_sgd import PlainSGD, sgd_by_hand
+from tiny_models import completion_logprobs
 from torch import Tensor
 
 from rlhfkit import Part, PPOModule, RolloutCallback, Sample
+from rlhfkit.distributed import full_parameters
 from rlhfkit.losses import length_adaptive_lambda
 from rlhfkit.modules.parts import GAE, Critic, Returns, ValueLoss
 
 CLIP, KL, GAMMA, LAM, VALUE_CLIP, ALPHA = 0.2, 0.05, 0.95, 0.9, 0.05, 0.4
 CLIPPED = ValueLoss(clip=VALUE_CLIP).plain()
-ARGUMENTS = {
-    "lr": 0.05,
-    "critic_lr": 0.05,
-    "kl_coef": KL,
-    "gamma": GAMMA,
-    "lam": LAM,
-    "clip_high": CLIP,
-    "parts": [CLIPPED],
-}
-"""Arguments of a module that trains alike."""
-BOOTSTRAPPED = {name: value for name, value in ARGUMENTS.items() if name not in ("critic_lr", "gamma", "lam")}
-"""Without what :func:`bootstrapped` says."""
+BOOTSTRAPPED: dict[str, Any] = {"lr": 0.05, "kl_coef": KL, "clip_high": CLIP, "parts": [CLIPPED]}
+"""Arguments of a module that trains alike, without what :func:`bootstrapped` says."""
+ARGUMENTS = BOOTSTRAPPED | {"critic_lr": 0.05, "gamma": GAMMA, "lam": LAM}
+"""All of them."""
 
 
 def bootstrapped(**critic: Any) -> list[Part]:
@@ -44,34 +37,14 @@ class PlainPPO(PlainSGD, PPOModule):
 
 
 class Keep(L.Callback):
-    """The samples of every iteration."""
+    """The samples of every iteration, and the update that each is for."""
 
     def __init__(self) -> None:
-        self.iterations: list[list[Sample]] = []
-        self.updates: list[Tensor] = []
+        self.iterations: list[tuple[list[Sample], Tensor]] = []
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        rollouts = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))
-        self.iterations.append(copy.deepcopy(samples_of_all_ranks(rollouts)))
-        self.updates.append(rollouts.experience.update.clone())
-
-
-def logprobs_of(model: Any, sample: Sample, temperature: float = 1.0) -> Tensor:
-    """(n,) log-probs of the sample's tokens, from the definition."""
-    ids = torch.tensor([sample.all_token_ids.tolist()])
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
-    logprobs = (logits / temperature).log_softmax(-1)
-    return logprobs.gather(-1, ids[0, 1:, None])[-len(sample.token_ids) :, 0]
-
-
-def text_loss(model: Any, texts: Sequence[list[int]]) -> Tensor:
-    """Mean of -log p over all tokens but the first of each text."""
-    losses = []
-    for token_ids in texts:
-        ids = torch.tensor([token_ids])
-        logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(-1)
-        losses.append(-logprobs.gather(-1, ids[0, 1:, None])[:, 0])
-    return torch.cat(losses).mean()
+        rollouts = RolloutCallback.of(trainer)
+        self.iterations.append((copy.deepcopy(rollouts.samples), rollouts.experience.update.clone()))
 
 
 def values_of(backbone: Any, head: Any, sample: Sample) -> Tensor:
@@ -126,15 +99,15 @@ class ByHand:
             return 0.0, 1.0
         return statistics.fmean(self.returns), statistics.stdev(self.returns)
 
-    def iteration(self, samples: list[Sample], update: Tensor, lr: float = 0.05) -> None:
+    def iteration(self, samples: list[Sample], update: Tensor) -> None:
         """One iteration by SGD."""
         mean, std = self.scale()
         with torch.no_grad():
-            old = [logprobs_of(self.policy, sample, self.temperature) for sample in samples]
+            old = [completion_logprobs(self.policy, sample, self.temperature) for sample in samples]
             before = [values_of(self.backbone, self.head, sample) for sample in samples]
             made = []
             for sample, mine, value, reward in zip(samples, old, before, self.rewards(samples), strict=True):
-                penalised = reward - KL * (mine - logprobs_of(self.reference, sample, self.temperature))
+                penalised = reward - KL * (mine - completion_logprobs(self.reference, sample, self.temperature))
                 *_, final = states = value * std + mean
                 counts = self.bootstrapped and sample.finish_reason == "length"
                 self.cut_off += counts
@@ -151,7 +124,7 @@ class ByHand:
             total = torch.zeros((), dtype=torch.float64)
             for row in rows:
                 advantages = (made[row][0] - everything.mean()) / everything.std(unbiased=False)
-                ratio = (logprobs_of(self.policy, samples[row], self.temperature) - old[row]).exp()
+                ratio = (completion_logprobs(self.policy, samples[row], self.temperature) - old[row]).exp()
                 surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
                 values, target = values_of(self.backbone, self.head, samples[row])[:-1], (made[row][1] - mean) / std
                 clipped = before[row] + (values - before[row]).clamp(-VALUE_CLIP, VALUE_CLIP)
@@ -162,16 +135,7 @@ class ByHand:
                 loss = loss + self.text(self.updates)
             loss.backward()
             self.updates += 1
-            self.step(lr)
-
-    def step(self, lr: float) -> None:
-        models = (self.policy, self.backbone, self.head)  # of which one may be a part of another
-        parameters = {id(p): p for model in models for p in model.parameters()}.values()
-        with torch.no_grad():
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter -= lr * parameter.grad
-                    parameter.grad = None
+            sgd_by_hand(self.policy, self.backbone, self.head, lr=ARGUMENTS["lr"])
 
 
 def check_moved_alike(mine: Any, by_hand: Any, started: Any) -> None:
@@ -183,3 +147,10 @@ def check_moved_alike(mine: Any, by_hand: Any, started: Any) -> None:
     error = sum(float((p.double() - expected[name]).detach().abs().sum()) for name, p in theirs.items())
     assert moved > 0
     assert error < 1e-3 * moved
+
+
+def weight_sum(model: Any) -> float:
+    """Sum of the sizes of all weights, of which ranks may have shares. A collective."""
+    parameters = list(model.parameters())
+    with full_parameters(parameters):
+        return sum(float(parameter.detach().double().abs().sum()) for parameter in parameters)

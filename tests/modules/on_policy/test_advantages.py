@@ -1,5 +1,6 @@
 """ReMax: samples are compared with the greedy answer of the policy that sampled them."""
 
+import contextlib
 import copy
 import math
 from collections.abc import Sequence
@@ -22,10 +23,8 @@ from rlhfkit import (
     SamplingSpec,
     Step,
 )
-from rlhfkit.data import Experience
 from rlhfkit.episodes import Action
 from rlhfkit.modules.on_policy.functions import PolicyLoss, check_advantages
-from rlhfkit.modules.parts import Correction
 from rlhfkit.rewards import EnvironmentReward, WeightedSum
 
 from .test_base import experience
@@ -40,6 +39,12 @@ def lengthy(samples: Sequence[Sample]) -> list[float]:
     ]
 
 
+def reward_of(token_ids: list[int], text: str) -> float:
+    """The same of an answer."""
+    known = [0.0] * len(token_ids)
+    return lengthy([Sample(Prompt(0, [1]), 0, token_ids, known, [0] * len(token_ids), "stop", text=text)])[0]
+
+
 class Greedy(L.Callback):
     """Compares each iteration's greedy rewards and advantages with the policy's own argmax, token by token."""
 
@@ -47,44 +52,21 @@ class Greedy(L.Callback):
         self.checked = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        rollouts = RolloutCallback.of(trainer)
         if batch_idx:
             return
-        policy = copy.deepcopy(pl_module.policy).eval()
-        expected = {}
+        rollouts, policy, expected = RolloutCallback.of(trainer), copy.deepcopy(pl_module.policy).eval(), {}
         for sample in rollouts.samples:
-            tokens = sample.prompt.token_ids.tolist()
-            while len(tokens) < sample.prompt.num_tokens + 8:
-                with torch.no_grad():
-                    tokens.append(int(policy(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-                if tokens[-1] == pl_module.tokenizer.eos_token_id:
-                    break
-            answer = tokens[sample.prompt.num_tokens :]
+            ids = torch.tensor([sample.prompt.token_ids.tolist()])
+            whole = policy.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+            answer = whole[0, sample.prompt.num_tokens :].tolist()
             text = pl_module.tokenizer.decode(answer, skip_special_tokens=True)
-            made = Sample(sample.prompt, 0, answer, [0.0] * len(answer), [0] * len(answer), "stop", text=text)
-            expected[sample.prompt.index] = lengthy([made])[0]
+            expected[sample.prompt.index] = reward_of(answer, text)
             assert sample.reward_parts["greedy"] == pytest.approx(expected[sample.prompt.index], abs=1e-6)
-        experience = rollouts.experience
-        for row, group in enumerate(experience.group.tolist()):
-            known = experience.action_mask[row]
-            difference = float(experience.rewards[row]) - expected[group]
-            assert experience.advantages[row, known].tolist() == pytest.approx(
-                [difference] * int(known.sum()), abs=1e-5
-            )
+        rows = rollouts.experience
+        for row, group in enumerate(rows.group.tolist()):
+            found = rows.advantages[row, rows.action_mask[row]].tolist()
+            assert found == pytest.approx([float(rows.rewards[row]) - expected[group]] * len(found), abs=1e-5)
             self.checked += 1
-
-
-def test_the_baseline_is_the_reward_of_the_greedy_answer(tmp_path: Path) -> None:
-    greedy = Greedy()
-    trainer, _, _ = fit_run(
-        tmp_path,
-        module_arguments={"preset": "remax"},
-        rollouts=RolloutCallback(lengthy, sampling=ONE),
-        data_arguments={"micro_batch_size": 4},
-        callbacks=[greedy],
-    )
-    assert trainer.global_step == 2
-    assert greedy.checked == 16
 
 
 class Asking(Environment):
@@ -97,9 +79,7 @@ class Asking(Environment):
         return [{"role": "user", "content": f"Now {prompt.text}"}]
 
     def step(self, action: Action) -> Step:
-        made = Sample(Prompt(0, [1]), 0, action.token_ids, [0.0] * len(action.token_ids), [0] * len(action.token_ids),
-                      "stop", text=action.text)  # fmt: skip
-        return Step(reward=lengthy([made])[0], done=True)
+        return Step(reward=reward_of(action.token_ids, action.text), done=True)
 
 
 class ChatEpisodes(Episodes):
@@ -110,48 +90,41 @@ class ChatEpisodes(Episodes):
         super().configure_tokenizer(tokenizer, chat_template_kwargs)
 
 
-def check_episodes(folder: Path, engine: Any) -> None:
-    """One iteration of ReMax on conversations that an environment has begun."""
-    greedy = Greedy()
-    Asking.asked.clear()
+def check_baseline(folder: Path, engine: Any, reward: Any, group_size: int = 1, **more: Any) -> RolloutCallback:
+    """16 samples of ReMax are compared with the greedy answers to their prompts."""
+    greedy, sampling = Greedy(), SamplingSpec(group_size=group_size, max_new_tokens=8)
     _, _, rollouts = fit_run(
         folder,
         module_arguments={"preset": "remax"},
-        rollouts=RolloutCallback(
-            EnvironmentReward(),
-            engine=engine,
-            group=ChatEpisodes(Asking, max_turns=1),
-            sampling=SamplingSpec(group_size=2, max_new_tokens=8),
-        ),
-        data_arguments={"micro_batch_size": 8},
+        rollouts=RolloutCallback(reward, engine=engine, sampling=sampling, **more),
+        data_arguments={"micro_batch_size": 4 * group_size},
         callbacks=[greedy],
-        max_epochs=1,
+        max_epochs=2 // group_size,
     )
     assert greedy.checked == 16
+    return rollouts
+
+
+def check_answers_and_episodes(folder: Path, engine: Any) -> None:
+    """Greedy answers to prompts, and on conversations that an environment has begun, as the sampled ones."""
+    check_baseline(folder, engine, lengthy)
+    Asking.asked.clear()
+    rollouts = check_baseline(folder, engine, EnvironmentReward(), 2, group=ChatEpisodes(Asking, max_turns=1))
     drawn = dict(Asking.asked)
     assert len(Asking.asked) == 8 * 3  # two samples and the greedy answer
     assert all(tokens == drawn[index] for index, tokens in Asking.asked)
     assert all(sample.prompt.num_tokens == len(drawn[sample.prompt.index]) + 4 for sample in rollouts.samples)
 
 
-def test_greedy_episodes_begin_as_the_sampled_ones(tmp_path: Path) -> None:
-    check_episodes(tmp_path, LocalEngine())
+def test_the_baseline_is_the_reward_of_the_greedy_answer(tmp_path: Path) -> None:
+    check_answers_and_episodes(tmp_path, LocalEngine())
 
 
 @pytest.mark.vllm
 @pytest.mark.ray
 def test_greedy_answers_and_episodes_of_vllm_are_the_policys(vllm_pool: Any, vllm_model: Path, tmp_path: Path) -> None:
     tmp_path.joinpath("model").symlink_to(vllm_model)
-    greedy = Greedy()
-    fit_run(
-        tmp_path,
-        module_arguments={"preset": "remax"},
-        rollouts=RolloutCallback(lengthy, engine=vllm_pool, sampling=ONE),
-        data_arguments={"micro_batch_size": 4},
-        callbacks=[greedy],
-    )
-    assert greedy.checked == 16
-    check_episodes(tmp_path, vllm_pool)
+    check_answers_and_episodes(tmp_path, vllm_pool)
 
 
 @pytest.mark.parametrize(
@@ -174,58 +147,40 @@ def test_greedy_answers_that_cannot_be_made_or_scored_are_refused(
         trainer.fit(module, data)
 
 
-class Forgetful(LocalEngine):
-    """Does not know the log-prob of the first token of a prompt's second sample, later."""
-
-    value = math.nan
-
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        samples = super().generate(prompts, sampling, iteration=iteration)
-        for sample in samples:
-            if iteration == 1 and sample.sample_index == 1:
-                sample.logprobs = [self.value, *sample.logprobs.tolist()[1:]]
-        return samples
-
-
-class Infinite(Forgetful):
-    """Gives a log-prob of -inf there."""
-
-    value = -math.inf
-
-
-def by_surprise(experience: Experience) -> torch.Tensor:
-    return -experience.rewards[:, None] * experience.rollout_logprobs
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"advantages": math.nan, "rollout_logprobs": math.nan},
+            r"advantages of 1 of 24 trained tokens \(first: sample 1 of prompt 3\) are not finite. "
+            r"Neither are there: rollout_logprobs \(the engine, or a wrapper",
+        ),
+        (
+            {"rollout_logprobs": -math.inf},
+            r"rollout_logprobs: log-probs of 1 of 24 trained .* are infinite",
+        ),
+        ({"advantages": math.inf}, r"advantages of .* What they are computed from is finite there"),
+        ({"rollout_logprobs": math.nan}, None),  # nobody knows it
+    ],
+)
+def test_an_advantage_or_log_prob_that_is_not_finite_is_named(values: dict[str, float], message: str | None) -> None:
+    batch = experience()
+    batch.advantages = torch.ones(6, 6)
+    for name, value in values.items():
+        getattr(batch, name)[1, 2] = value
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_advantages(batch, PolicyLoss("ppo_loss"), [])
 
 
 def half(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     return torch.where(group == group.min(), torch.inf, rewards)
 
 
-@pytest.mark.parametrize(
-    ("engine", "advantages", "message"),
-    [
-        (
-            Forgetful,
-            by_surprise,
-            r"by_surprise\): advantages of 8 of \d+ trained tokens \(first: sample 1 of prompt \d+\) are not finite. "
-            r"Neither are there: rollout_logprobs \(the engine, or a wrapper",
-        ),
-        (Infinite, None, r"rollout_logprobs: log-probs of 8 of \d+ trained tokens \(first: sample 1 .* are infinite"),
-        (LocalEngine, half, r"half\): advantages of .* What they are computed from is finite there"),
-    ],
-)
-def test_an_advantage_or_log_prob_that_is_not_finite_is_named_before_an_update(
-    tmp_path: Path, engine: Any, advantages: Any, message: str
-) -> None:
-    trainer, module, data, _ = setup_run(
-        tmp_path,
-        module_arguments={"advantages": advantages, "parts": [Correction("tis").plain()]},
-        rollouts=RolloutCallback(digits, engine=engine(), sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
-    )
-    with pytest.raises(ValueError, match=message):
+def test_no_update_is_made_with_advantages_that_are_not_finite(tmp_path: Path) -> None:
+    trainer, module, data, _ = setup_run(tmp_path, module_arguments={"advantages": half})
+    with pytest.raises(ValueError, match=r"half\): advantages of "):
         trainer.fit(module, data)
-    assert trainer.global_step == (0 if advantages is half else 2)  # the first iteration was right
-    assert all(weight.isfinite().all() for weight in module.parameters())
+    assert trainer.global_step == 0
 
 
 @pytest.mark.parametrize("loss", ["gspo_loss", "luspo_loss", "rloo_loss"])

@@ -14,7 +14,6 @@ from rlhfkit import DynamicSampling, GRPOModule, LoRA, OnlineDPOModule, PPOModul
 
 Case = tuple[Any, dict[str, Any], int, float]
 CASES: dict[str, Case] = {  # module, its arguments, samples per prompt, what is reached
-    "GRPO": (GRPOModule, {"preset": "grpo", "lr": 5e-3}, 4, 0.85),
     "DAPO with dynamic sampling": (GRPOModule, {"preset": "dapo", "lr": 5e-3}, 4, 0.9),
     "REINFORCE++": (GRPOModule, {"preset": "reinforce++", "lr": 5e-3}, 1, 0.9),
     "PPO": (PPOModule, {"lr": 5e-3, "critic_lr": 1e-2}, 1, 0.9),

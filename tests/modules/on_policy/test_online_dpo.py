@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from plain_sgd import PlainSGD
+from plain_sgd import PlainSGD, sgd_by_hand
 from rl_runs import digits, fit_run, setup_run, weights
-from torch import Tensor
+from tiny_models import completion_logprobs
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import LocalEngine, OnlineDPOModule, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
@@ -49,14 +49,6 @@ def uneven(samples: Sequence[Sample]) -> list[float | None]:
     ]
 
 
-def logprob(model: Any, sample: Sample) -> Tensor:
-    """Scalar float64, log-prob of the answer at the temperature of sampling."""
-    ids = torch.tensor([sample.all_token_ids.tolist()])
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / TEMPERATURE
-    count = len(sample.token_ids)
-    return logits.log_softmax(-1)[-count:].gather(-1, ids[0, -count:, None]).sum()
-
-
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, mask_truncated: bool) -> None:
     sampling = SamplingSpec(group_size=4, max_new_tokens=6, temperature=TEMPERATURE)
@@ -84,26 +76,18 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, mask_truncated: bool) 
                 continue
             margin = 0.0
             for sign, sample in ((1, best), (-1, worst)):
-                with torch.no_grad():
-                    known = logprob(reference, sample)
-                margin = margin + sign * (logprob(policy, sample) - known)
+                mine, known = (completion_logprobs(model, sample, TEMPERATURE) for model in (policy, reference))
+                margin = margin + sign * (mine.sum() - known.sum().detach())
             total = total - torch.nn.functional.logsigmoid(BETA * margin)
-            total, pairs = total - NLL * logprob(policy, best) / len(best.token_ids), pairs + 1
+            total, pairs = total - NLL * completion_logprobs(policy, best, TEMPERATURE).mean(), pairs + 1
         (total / pairs).backward()
         losses.append(float(total.detach() / pairs))
         kept += pairs
-        with torch.no_grad():
-            for parameter in policy.parameters():
-                parameter -= LR * parameter.grad
-                parameter.grad = None
+        sgd_by_hand(policy, lr=LR)
     assert 4 <= kept < 8
     assert float(trainer.callback_metrics["loss"]) == pytest.approx(sum(losses) / 2, rel=1e-5)
     for name, tensor in weights(module).items():
         torch.testing.assert_close(tensor.double(), policy.state_dict()[name], rtol=0, atol=2e-6)
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    loaded = PlainOnlineDPO.load_from_checkpoint(tmp_path / "run.ckpt")
-    assert (loaded.beta, loaded.nll_coef) == (BETA, NLL)
-    assert all(torch.equal(tensor, weights(loaded)[name]) for name, tensor in weights(module).items())
 
 
 def test_micro_batches_and_groups_without_a_pair_are_refused(tmp_path: Path) -> None:

@@ -64,18 +64,13 @@ from .credit_cases import (
     teacher_folder,
     warmup_formula,
 )
-from .filter_cases import (
-    mismatch_formula,
-    off_policy_formula,
-    top_entropy_formula,
-)
 from .kl_control_cases import (
     kl_in_reward_formula,
     kl_penalty_formula,
     kl_target_formula,
     stop_early_formula,
 )
-from .old_policy_cases import old_logprobs_formula, router_replay_formula
+from .old_policy_cases import mismatch_formula, old_logprobs_formula
 from .reward_cases import (
     clip_formula,
     mask_formula,
@@ -321,8 +316,8 @@ CASES: dict[str, Case] = {
     "NormalizeRewards": Case(NormalizeRewards, normalize_formula, UNSCALED),
     "ClipRewards": Case(lambda: ClipRewards(0.1), clip_formula, UNSCALED),
     "MaskTruncated": Case(MaskTruncated, mask_formula, sampling=ENDS),
-    "TopEntropy": Case(lambda: TopEntropy(0.5), top_entropy_formula, metrics=("policy/kept_fraction",)),
-    "OffPolicyMask": Case(lambda: OffPolicyMask(1e-4), off_policy_formula, metrics=("policy/kept_fraction",)),
+    "TopEntropy": Case(lambda: TopEntropy(0.5), "test_token_filter.py", metrics=("policy/kept_fraction",)),
+    "OffPolicyMask": Case(lambda: OffPolicyMask(1e-4), "test_token_filter.py", metrics=("policy/kept_fraction",)),
     "Rejection": Case(
         lambda: Rejection("token", divergence="k2", high=0.01),
         "test_token_filter.py",
@@ -368,7 +363,7 @@ CASES: dict[str, Case] = {
     "LogLinear": Case(LogLinear, "test_token_filter.py"),
     "RouterReplay": Case(
         RouterReplay,
-        router_replay_formula,
+        "test_router_replay.py",
         metrics=("policy/rerouted_fraction",),
         model=tiny_mixture,
         of_rows=("policy/rerouted_fraction",),
@@ -389,11 +384,14 @@ CASES: dict[str, Case] = {
     "KLTarget": Case(
         lambda: KLTarget(1e-3, horizon=100), kl_target_formula, {"kl_coef": 0.1}, metrics=("policy/kl_coef",)
     ),
-    "StopEarly": Case(lambda: StopEarly(1e-3), stop_early_formula, metrics=("policy/kl_early_stopped",)),
-    "MovingReference": Case(lambda: MovingReference(2, alpha=0.25), "../test_moving_reference.py", {"kl_coef": 5.0}),
-    "PretrainingLoss": Case(
-        lambda: PretrainingLoss(0.3), "test_shared_backbone.py", metrics=("ptx/loss",), text=short_texts
+    "StopEarly": Case(
+        lambda: StopEarly(1e-6),
+        stop_early_formula,
+        metrics=("policy/kl_early_stopped",),
+        trainer={"accumulate_grad_batches": 1, "max_epochs": 1},  # of four updates it stops after the first
     ),
+    "MovingReference": Case(lambda: MovingReference(2, alpha=0.25), "../test_moving_reference.py", {"kl_coef": 5.0}),
+    "PretrainingLoss": Case(lambda: PretrainingLoss(0.3), "test_ppo.py", metrics=("ptx/loss",), text=short_texts),
     "EntropyTarget": Case(
         lambda: EntropyTarget(100.0, step=0.02), entropy_target_formula, metrics=("policy/entropy_coef",)
     ),

@@ -8,9 +8,9 @@ import lightning as L
 import pytest
 import torch
 from rl_runs import fit_run
+from tiny_models import completion_logprobs
 from torch import Tensor
 
-from modules.on_policy.ppo_cases import logprobs_of
 from modules.on_policy.test_base import experience
 from rlhfkit import GRPOModule, OnPolicyModule, PPOModule
 from rlhfkit.losses import kl_estimate
@@ -73,7 +73,7 @@ def stop_early_formula(folder: Path) -> None:
             before, after = watch.policies[number], watch.policies[number + 1]
             with torch.no_grad():
                 ratios = [
-                    logprobs_of(before, sample) - logprobs_of(watch.policies[first], sample)
+                    completion_logprobs(before, sample) - completion_logprobs(watch.policies[first], sample)
                     for sample in watch.samples[number]
                 ]
             difference = torch.cat(ratios)

@@ -1,15 +1,14 @@
-"""Formulas of the parts that know the policy before an iteration, by hand."""
+"""Formulas of the parts that know the policy before an iteration, and how far it is from the engine, by hand."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from tiny_models import tiny_mixture
 
-from rlhfkit import GRPOModule
-from rlhfkit.models import policy_output
-from rlhfkit.modules.parts.routers import RouterReplay
+from rlhfkit.modules.parts.correction import EngineMismatch
 from rlhfkit.parts import Part, Stage
 
 
@@ -65,23 +64,34 @@ def kept_logprobs_formula(folder: Path) -> None:
             assert not torch.equal(taken[place + 4], given[place + 4])
 
 
-def router_replay_formula(folder: Path) -> None:
-    """Replayed choices change nothing while the routers are the same, and are kept when they would choose others."""
-    from .cases import batch_of
+def mismatch_formula(folder: Path) -> None:
+    """Means over the tokens that the engine gave a log-prob, without replayed answers; NaN where there is none."""
+    from .cases import batch_of, output_of
 
-    tiny_mixture(folder / "model")
-    module: Any = GRPOModule(str(folder / "model"), parts=[RouterReplay()])
-    module.configure_model()
-    batch = dataclasses.replace(batch_of(), input_ids=torch.arange(12).reshape(2, 6))
-    with torch.no_grad():
-        before = policy_output(module.policy, batch, batch.action_mask, routing=True)
-        replayed = module.policy_output(batch.with_columns(routing=before.routing))
-        torch.testing.assert_close(replayed.logprobs, before.logprobs)
-        assert float(replayed.rerouted) == 0.0
-        for name, weight in module.policy.named_parameters():
-            if "gate.weight" in name:
-                weight.neg_()
-        others = module.policy_output(batch)
-        kept = module.policy_output(batch.with_columns(routing=before.routing))
-    assert float(kept.rerouted) > 0.0
-    assert (kept.logprobs - others.logprobs).abs().max() > 1e-4
+    batch = batch_of()
+    out, old = output_of(batch), batch.rollout_logprobs + 0.1 * torch.arange(-5.0, 5.0).reshape(2, 5)
+    batch.rollout_logprobs[0, 1] = math.nan
+    part = EngineMismatch()
+
+    def measured() -> dict[str, float]:
+        return {name.split("/")[1]: float(value) for name, value in part.observe(batch, out, old).items()}
+
+    def expected(rows: list[int]) -> dict[str, float]:
+        gaps = [
+            float(old[row, step] - batch.rollout_logprobs[row, step])
+            for row, step in batch.action_mask.nonzero().tolist()
+            if row in rows and not math.isnan(batch.rollout_logprobs[row, step])
+        ]
+        ratios = [math.exp(gap) for gap in gaps]
+        return {
+            "logprob_abs_diff_mean": sum(map(abs, gaps)) / len(gaps),
+            "logprob_abs_diff_max": max(map(abs, gaps)),
+            "k3_kl": sum(ratio - 1 - gap for ratio, gap in zip(ratios, gaps, strict=True)) / len(gaps),
+            "untruncated_eff_sample_size": sum(ratios) ** 2 / (len(gaps) * sum(ratio**2 for ratio in ratios)),
+        }
+
+    assert measured() == pytest.approx(expected([0, 1]), rel=1e-5)
+    batch.replayed = torch.tensor([False, True])
+    assert measured() == pytest.approx(expected([0]), rel=1e-5)
+    batch.rollout_logprobs[:] = math.nan
+    assert all(math.isnan(value) for value in measured().values())

@@ -64,9 +64,11 @@ def test_a_resumed_run_is_the_straight_one(name: str, tmp_path: Path) -> None:
     assert {*case.metrics} <= {*trainer.callback_metrics}
     loaded = case.kind.load_from_checkpoint(saved)
     assert [part.plain() for part in loaded.parts] == [part.plain() for part in straight.parts]
-    states = torch.load(saved, weights_only=True)["callbacks"]
+    state = torch.load(saved, weights_only=True)
     for part in loaded.parts:
-        assert plain_state(part.state_dict()) == plain_state(states.get(part.state_key, {}))
+        assert plain_state(part.state_dict()) == plain_state(state["callbacks"].get(part.state_key, {}))
+    children = {key.partition(".")[0] for key in state["state_dict"]}  # frozen models are loaded by name
+    assert children == {"policy", "critic"} & dict(straight.named_children()).keys()
 
 
 def plain_state(state: Any) -> Any:

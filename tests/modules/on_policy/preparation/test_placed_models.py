@@ -3,15 +3,17 @@
 Covers ``modules/parts/reward_model.py`` too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from plain_sgd import PlainSGD
-from rl_runs import PlainGRPO, ahead, digits, fit_run, setup_run, weights
-from tiny_models import tiny_model
+from rl_runs import PlainGRPO, ahead, digits, fit_run, weights
+from tiny_models import local_engine, tiny_model
 from torch import Tensor
 
 import rlhfkit.distributed as distributed
@@ -33,7 +35,6 @@ from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.rewards import PairwiseReward
 from rlhfkit.roles.frozen_model import EarlyRows
 from rlhfkit.rollout import GroupSampler
-from rlhfkit.rollout.errors import EngineError
 
 
 class Here:
@@ -75,34 +76,62 @@ class Here:
             return self._values
 
 
+class PlainPairs(PlainSGD, OnlineDPOModule):
+    """Online DPO with SGD."""
+
+
+class PlainDistillation(PlainSGD, OnPolicyDistillationModule):
+    """On-policy distillation with SGD."""
+
+
+def run_with_child_and_elsewhere(
+    folder: Path, role: str, rollouts: Callable[[], RolloutCallback], arguments: Mapping[str, Any] = {}, **run: Any
+) -> tuple[L.Trainer, Here]:
+    """Train with the ``reference`` or ``teacher`` as a child, and then elsewhere, to the same weights; the latter."""
+    for seed, name in enumerate(("model", "teacher", "other")):
+        tiny_model(folder / name, seed=seed)
+    teacher, found = str(folder / "teacher"), []
+    elsewhere = Here(teacher if role == "teacher" else str(folder / "model"))
+    for placed in (None, elsewhere):
+        model = {"teacher": placed or teacher} if role == "teacher" else {"parts": [Reference(placed)]}
+        given = {"lr": 0.05, **arguments, **model}
+        trainer, module, _ = fit_run(folder, module_arguments=given, rollouts=rollouts(), **run)
+        found.append(weights(module))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)
+    return trainer, elsewhere
+
+
+def streaming(max_staleness: int = 0, temperature: float = 1.0) -> RolloutCallback:
+    """Groups are finished one by one, as those that are chosen have to be known."""
+    chosen = DynamicSampling(by=lambda sample: float(sum(sample.token_ids.tolist())))
+    sampling = SamplingSpec(group_size=4, max_new_tokens=8, temperature=temperature)
+    return RolloutCallback(digits, sampling=sampling, parts=ahead(max_staleness, chosen))
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_each_group_is_asked_about_when_it_is_finished_and_the_numbers_are_the_childs(
     tmp_path: Path, max_staleness: int
 ) -> None:
-    model = str(tiny_model(tmp_path / "model"))
-    found = []
-    for elsewhere in (None, Here(model)):
-        rollouts = RolloutCallback(
-            digits,
-            sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-            parts=ahead(
-                max_staleness,
-                DynamicSampling(by=lambda sample: float(sample.num_tokens)),  # so that groups stream
-            ),
-        )
-        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "parts": [Reference(elsewhere)]}
-        trainer, module, _ = fit_run(tmp_path, module=PlainGRPO, module_arguments=arguments, rollouts=rollouts)
-        found.append(weights(module))
+    trainer, elsewhere = run_with_child_and_elsewhere(
+        tmp_path, "reference", partial(streaming, max_staleness), {"kl_coef": 0.1}, module=PlainGRPO
+    )
     assert set(elsewhere.sizes) == {4}  # a group each time, and nothing was asked for again
     assert len(elsewhere.sizes) >= 2 * 8
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)
     assert float(trainer.callback_metrics["time/reference_waited"]) == 1.0
     assert float(trainer.callback_metrics["time/reference_hidden"]) == 2.0
 
 
-class PlainPairs(PlainSGD, OnlineDPOModule):
-    """Online DPO with SGD."""
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"parts": [DivergenceLoss("jsd", top_k=8, remainder="renormalize").plain()]}],
+    ids=["token", "likeliest"],
+)
+def test_a_teacher_elsewhere_gives_the_numbers_of_the_child(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    _, elsewhere = run_with_child_and_elsewhere(
+        tmp_path, "teacher", partial(streaming, temperature=0.7), knobs, module=PlainDistillation, max_epochs=1
+    )
+    assert set(elsewhere.sizes) == {4}
 
 
 def first_token(pairs: Sequence[tuple[Sample, Sample]]) -> list[float | None]:
@@ -112,87 +141,37 @@ def first_token(pairs: Sequence[tuple[Sample, Sample]]) -> list[float | None]:
 
 def test_samples_of_another_model_are_asked_about_too(tmp_path: Path) -> None:
     """Their tokens have no version of the policy; the reference's log-probs of its own answers are in the loss."""
-    other = LocalEngine()
-    other.start(str(tiny_model(tmp_path / "other", seed=1)), dtype=torch.float32, load_weights=True)
+    others: list[LocalEngine] = []
 
     async def group(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
-        return [*await sampler.sample(prompt, size - 1), *await sampler.sample(prompt, 1, engine=other)]
+        return [*await sampler.sample(prompt, size - 1), *await sampler.sample(prompt, 1, engine=others[0])]
 
-    found = []
-    for elsewhere in (None, Here(str(tiny_model(tmp_path / "model")))):
-        rollouts = RolloutCallback(
-            PairwiseReward(first_token), group=group, sampling=SamplingSpec(group_size=2, max_new_tokens=6)
-        )
-        _, module, _ = fit_run(
-            tmp_path,
-            module=PlainPairs,
-            module_arguments={"lr": 0.05, "beta": 0.4, "parts": [Reference(elsewhere)]},
-            rollouts=rollouts,
-            max_epochs=1,
-        )
-        found.append(weights(module))
+    def rollouts() -> RolloutCallback:
+        others[:] = [local_engine(tmp_path / "other")]
+        sampling = SamplingSpec(group_size=2, max_new_tokens=6)
+        return RolloutCallback(PairwiseReward(first_token), group=group, sampling=sampling)
+
+    _, elsewhere = run_with_child_and_elsewhere(
+        tmp_path, "reference", rollouts, {"beta": 0.4}, module=PlainPairs, max_epochs=1
+    )
     assert sum(elsewhere.sizes) == 2 * 8  # all of them early
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)
+
+
+def broken(samples: Sequence[Sample]) -> list[float]:
+    raise OSError("no disk")
 
 
 def test_an_error_ends_the_models_elsewhere(tmp_path: Path) -> None:
-    def broken(samples: Sequence[Sample]) -> list[float]:
-        raise OSError("no disk")
-
     elsewhere = Here(str(tiny_model(tmp_path / "model")))
-    trainer, module, data, _ = setup_run(
-        tmp_path,
-        module_arguments={"kl_coef": 0.1, "parts": [Reference(elsewhere)]},
-        rollouts=RolloutCallback(broken, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
-    )
+    arguments = {"kl_coef": 0.1, "parts": [Reference(elsewhere)]}
     with pytest.raises(OSError, match="no disk"):
-        trainer.fit(module, datamodule=data)
+        fit_run(tmp_path, module_arguments=arguments, rollouts=RolloutCallback(broken, sampling=streaming().sampling))
     assert elsewhere.closed == 1  # Lightning calls no teardown of the module then
 
 
 def test_whatever_fails_while_one_rank_waits_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Exception | None] = []
-
-    def exchange(error: Exception | None, **_: Any) -> Exception | None:
-        told.append(error)
-        return error
-
-    def wait() -> None:
-        raise EngineError("an answer without log-probs")
-
-    monkeypatch.setattr(distributed, "exchange_errors", exchange)
-    with pytest.raises(EngineError, match="an answer without"):
-        distributed.run_on_each_rank(wait)
-    assert [type(one) for one in told] == [EngineError]
-
-
-class PlainDistillation(PlainSGD, OnPolicyDistillationModule):
-    """On-policy distillation with SGD."""
-
-
-@pytest.mark.parametrize(
-    "knobs",
-    [{}, {"parts": [DivergenceLoss("jsd", top_k=8, remainder="renormalize").plain()]}],
-    ids=["token", "likeliest"],
-)
-def test_a_teacher_elsewhere_gives_the_numbers_of_the_child(tmp_path: Path, knobs: dict[str, Any]) -> None:
-    teacher = str(tiny_model(tmp_path / "teacher", seed=1))
-    found = []
-    for elsewhere in (None, Here(teacher)):
-        rollouts = RolloutCallback(
-            digits,
-            sampling=SamplingSpec(group_size=4, max_new_tokens=8, temperature=0.7),
-            parts=[DynamicSampling(by=lambda sample: float(sum(sample.token_ids.tolist())))],
-        )
-        _, module, _ = fit_run(
-            tmp_path,
-            module=PlainDistillation,
-            module_arguments={"lr": 0.05, "teacher": elsewhere or teacher} | knobs,
-            rollouts=rollouts,
-            max_epochs=1,
-        )
-        found.append(weights(module))
-    assert set(elsewhere.sizes) == {4}
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)
+    monkeypatch.setattr(distributed, "exchange_errors", lambda error, **_: told.append(error) or error)
+    with pytest.raises(OSError, match="no disk"):
+        distributed.run_on_each_rank(partial(broken, []))
+    assert [type(one) for one in told] == [OSError]

@@ -49,9 +49,6 @@ def test_a_reward_model_is_reward_enough(tmp_path: Path) -> None:
     assert float(trainer.callback_metrics["rollout/reward"]) == pytest.approx(statistics.fmean(scores), abs=1e-5)
     assert rollouts.experience.advantages.abs().sum() > 0
     assert not module.reward_model.training
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    state = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
-    assert {name.split(".")[0] for name in state} == {"policy"}  # loaded by name, not from checkpoints
 
 
 def test_a_reward_model_with_other_tokens_or_without_a_head_is_refused(tmp_path: Path) -> None:
