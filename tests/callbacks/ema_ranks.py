@@ -1,25 +1,18 @@
 """A small supervised run whose weights are averaged, for this process and for ranks of their own."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from tiny_models import tiny_model
+from modules.data_runs import trainer
+from rl_runs import SaveAt
 
 from rlhfkit import EMA, SFTDataModule, SFTModule
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 DECAY = 0.8
-
-
-def prepare(folder: Path) -> None:
-    """A model and 24 sums."""
-    tiny_model(folder / "model")
-    rows = [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(24)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def weights(trainer: L.Trainer, module: L.LightningModule) -> dict[str, torch.Tensor]:
@@ -60,20 +53,14 @@ def held(parameter: Any) -> torch.Tensor:
     return getattr(parameter, "ds_tensor", parameter).detach()
 
 
-def trainer(folder: Path, callbacks: list[L.Callback], **arguments: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    plain = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "enable_checkpointing": False}
-    return L.Trainer(**plain | quiet | {"default_root_dir": str(folder), "callbacks": callbacks} | arguments)
-
-
 def fit(folder: Path, ema: EMA, *, ranks: int = 1, path: Path | None = None, **arguments: Any) -> Spy:
     """Two epochs of three steps; ``path``: resume from there."""
     spy = Spy(ema)
     spies = [ema, *arguments.pop("callbacks", []), spy]
-    run = trainer(folder, spies, devices=ranks, **arguments)
     source = str(folder / "data.jsonl")
     data = SFTDataModule(source, validation_data=source, micro_batch_size=8 // ranks, max_length=32)
-    run.fit(SFTModule(str(folder / "model"), lr=1e-2), data, ckpt_path=path)
+    module = SFTModule(str(folder / "model"), lr=1e-2)
+    trainer(folder, devices=ranks, callbacks=spies, **arguments).fit(module, data, ckpt_path=path)
     return spy
 
 
@@ -89,17 +76,6 @@ def averaged(history: list[dict[str, torch.Tensor]], decay: float = DECAY) -> di
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Largest absolute difference of any weight."""
     return max(((one[name].double() - other[name].double()).abs().max().item() for name in one), default=0.0)
-
-
-class SaveAfter(L.Callback):
-    """A checkpoint behind an optimizer step."""
-
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: L.Trainer, *rest: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 class SaveAfterEpoch(L.Callback):
@@ -133,22 +109,21 @@ def on_other_ranks(folder: Path, data: str, place: str) -> dict[str, Any]:
     return {}
 
 
-def on_ranks(folder: Path, data: str, stages: list[int]) -> dict[str, Any]:
-    """What one rank runs."""
-    report: dict[str, Any] = {}
+def on_ranks(folder: Path, data: str, stages: list[int]) -> list[int]:
+    """What one rank runs at each stage; returns how much it averages itself."""
+    found = []
     for stage in stages:
         path = folder / f"stage{stage}.ckpt"
-        saves = [SaveAfter(4, path), SaveAfterEpoch(folder / f"end{stage}.ckpt")]
+        saves = [SaveAt(path, batch=4), SaveAfterEpoch(folder / f"end{stage}.ckpt")]
         common = {"strategy": f"rlhf_zero{stage}", "ranks": RANKS}
         straight = fit(Path(data), EMA(DECAY), callbacks=saves, **common)
-        resumed = fit(Path(data), EMA(DECAY), path=path, **common) if stage > 1 else straight
-        report[str(stage)] = {
-            "average": difference(straight.average, averaged(straight.history)) if straight.average else 0.0,
-            "moved": difference(straight.average, straight.history[-1]),
-            "validated": difference(straight.validated[-1], straight.average),
-            "same_afterwards": straight.same_afterwards,
-            "resumed": difference(resumed.average, straight.average),
-            "saved": torch.save(straight.average, folder / f"average-{stage}.pt") if straight.average else None,
-            "share": sum(average.numel() for average in straight.ema.state_dict()["average"].values()),
-        }
-    return report
+        assert straight.same_afterwards
+        if straight.average:  # on rank 0
+            assert difference(straight.average, averaged(straight.history)) < 1e-6
+            assert difference(straight.average, straight.history[-1]) > 1e-3
+            torch.save(straight.average, folder / f"average-{stage}.pt")
+        assert difference(straight.validated[-1], straight.average) == 0.0
+        if stage > 1:
+            assert difference(fit(Path(data), EMA(DECAY), path=path, **common).average, straight.average) == 0.0
+        found.append(sum(average.numel() for average in straight.ema.state_dict()["average"].values()))
+    return found

@@ -1,6 +1,7 @@
 """Samples on disk, replayed runs, and invariants.
 
-Covers ``callbacks/dump.py``, ``callbacks/invariants.py`` and ``rollout/replay.py``.
+Covers ``callbacks/dump.py``, ``callbacks/invariants.py`` and ``rollout/replay.py``. Invariants that hold: of replayed
+groups in ``rollout/sharing_ranks.py``, of continued ones in ``rollout/test_oversampling.py``.
 """
 
 import dataclasses
@@ -11,14 +12,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import SaveAt, digits, fit_run, only_odd, setup_run
+from rl_runs import SaveAt, digits, fit_run, setup_run
 from torch import Tensor
 
 from rlhfkit import (
     GRPOModule,
     Invariants,
-    Oversampling,
-    ReplayBuffer,
     ReplayEngine,
     RolloutCallback,
     RolloutDump,
@@ -76,30 +75,6 @@ def test_a_replay_of_something_else_is_refused(tmp_path: Path) -> None:
         ReplayEngine(tmp_path / "nowhere")
 
 
-STOPPING = SamplingSpec(group_size=4, max_new_tokens=24, stop_token_ids=tuple(range(60, 80)))  # at different times
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"reward": only_odd, "parts": [ReplayBuffer()]},
-        {"sampling": STOPPING, "parts": [Oversampling(0.5, continued=True)]},
-    ],
-    ids=["replayed", "continued"],
-)
-def test_what_must_hold_holds(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    watch = Invariants()
-    rollouts = RolloutCallback(**{"reward": digits, "sampling": SAMPLING} | arguments)
-    trainer, *_ = fit_run(tmp_path, rollouts=rollouts, callbacks=[watch], max_epochs=3)
-    assert watch.checked == 3
-    metrics = trainer.callback_metrics
-    if "reward" in arguments:
-        assert metrics["rollout/replayed_fraction"] > 0
-    if "sampling" in arguments:
-        assert metrics["rollout/staleness"] > 0
-        assert metrics["rollout/mixed_fraction"] > 0
-
-
 class Tampered(GRPOModule):
     """Prepares an iteration in which something is wrong."""
 
@@ -142,37 +117,33 @@ def test_what_does_not_hold_stops_the_run_and_is_named(tmp_path: Path, change: A
         trainer.fit(module, data)
 
 
-class Leaking(GRPOModule):
+@pytest.mark.parametrize(
+    ("since", "error", "message"),
+    [
+        (0, RuntimeError, r"row \d+ of a batch of rank 0 differs by .* from what it is alone.*see one another"),
+        (4, InvariantError, r"iteration 2: row \d+ of a batch of rank 0 differs by"),  # after two iterations
+    ],
+    ids=["in every run's first batch", "later, by the invariants"],
+)
+def test_rows_that_see_one_another_stop_the_run(
+    tmp_path: Path, since: int, error: type[Exception], message: str
+) -> None:
     """A policy whose tokens see the mean of all others where several sequences are packed, from an update on."""
 
-    since = 0
+    class Leaking(GRPOModule):
+        def build_policy(self) -> torch.nn.Module:
+            policy = super().build_policy()
 
-    def build_policy(self) -> torch.nn.Module:
-        policy = super().build_policy()
+            def mix(_: Any, args: Any, given: dict[str, Any]) -> Any:
+                layout, hidden = given.get("packed_layout"), given["hidden_states"]
+                leaks = layout is not None and len(layout.places) > 1 and self.global_step >= since
+                return args, {**given, "hidden_states": hidden + 3 * hidden.mean(1, keepdim=True) if leaks else hidden}
 
-        def mix(_: Any, args: Any, given: dict[str, Any]) -> Any:
-            layout, hidden = given.get("packed_layout"), given["hidden_states"]
-            leaks = layout is not None and len(layout.places) > 1 and self.global_step >= self.since
-            return args, {**given, "hidden_states": hidden + 3 * hidden.mean(1, keepdim=True) if leaks else hidden}
+            policy.model.layers[0].self_attn.register_forward_pre_hook(mix, with_kwargs=True)
+            return policy
 
-        policy.model.layers[0].self_attn.register_forward_pre_hook(mix, with_kwargs=True)
-        return policy
-
-
-def test_rows_that_see_one_another_stop_every_run_in_its_first_batch(tmp_path: Path) -> None:
-    trainer, module, data, _ = setup_run(tmp_path, module=Leaking, max_epochs=1)
-    with pytest.raises(
-        RuntimeError, match=r"row \d+ of a batch of rank 0 differs by .* from what it is alone"
-    ) as raised:
+    checks = [Invariants()] if since else []
+    trainer, module, data, _ = setup_run(tmp_path, module=Leaking, callbacks=checks, max_epochs=3)
+    with pytest.raises(error, match=message):
         trainer.fit(module, data)
-    assert trainer.global_step == 0
-    assert "sequences of a batch see one another" in str(raised.value)
-
-
-def test_rows_that_see_one_another_later_are_found_by_the_invariants(tmp_path: Path) -> None:
-    class Later(Leaking):
-        since = 4  # two iterations of two updates
-
-    trainer, module, data, _ = setup_run(tmp_path, module=Later, callbacks=[Invariants()], max_epochs=3)
-    with pytest.raises(InvariantError, match=r"iteration 2: row \d+ of a batch of rank 0 differs by"):
-        trainer.fit(module, data)
+    assert trainer.global_step == since

@@ -1,11 +1,15 @@
-"""EMA against its definition, under plain Lightning and on two ranks of DeepSpeed."""
+"""EMA against its definition, under plain Lightning and on two ranks of DeepSpeed, and exported: ``HFExport`` too."""
 
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from modules.data_runs import folder_of, texts, trainer
+from rl_runs import SaveAt
 from strategies import ranks
 
 from callbacks import ema_ranks
@@ -14,12 +18,7 @@ from rlhfkit import EMA, HFExport
 from rlhfkit.callbacks.ema import slice_of_shares
 from rlhfkit.models import load_causal_lm
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ema")
-    ema_ranks.prepare(folder)
-    return folder
+folder = folder_of(texts)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,9 @@ def straight(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     place = tmp_path_factory.mktemp("straight")
     saver = ModelCheckpoint(place, monitor="val/loss", save_top_k=-1, filename="{epoch}", save_last=False)
     ema = EMA(DECAY, export=HFExport(place / "ema", every_n_epochs=1))
-    keepers = [saver, ema_ranks.SaveAfter(4, place / "four.ckpt"), HFExport(place / "last")]
+    keepers = [saver, SaveAt(place / "four.ckpt", batch=4), HFExport(place / "last", every_n_epochs=1, keep=1)]
+    (place / "last").mkdir()
+    (place / "last" / "of_an_earlier_run.txt").touch()
     return place, fit(folder, ema, callbacks=keepers, enable_checkpointing=True)
 
 
@@ -80,46 +81,42 @@ def test_a_resumed_average_is_the_straight_one_bitwise(folder: Path, straight: A
     assert difference(resumed.average, run.average) == 0.0
 
 
-def test_the_average_is_exported_and_so_are_the_weights(straight: Any) -> None:
+def test_exports_are_whole_and_the_newest(straight: Any) -> None:
+    """Of the average and of the weights; what was there before is gone."""
     place, run = straight
-    expected = {"ema": run.average, "ema-epoch1": averaged(run.history[:3]), "last": run.history[-1]}
+    expected = {"ema": run.average, "ema-epoch1": averaged(run.history[:3]), "ema-epoch2": averaged(run.history)}
+    expected |= {"last": run.history[-1], "last-epoch2": run.history[-1]}
+    assert {path.name for path in place.iterdir() if path.is_dir()} == {*expected}
     for name, weights in expected.items():
         assert difference(dict(load_causal_lm(str(place / name)).state_dict()), weights) < 1e-6, name
+    assert not (place / "last" / "of_an_earlier_run.txt").exists()
+
+
+def test_a_module_that_cannot_be_exported_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="which BoringModel does not have"):
+        trainer(tmp_path, callbacks=[HFExport(tmp_path / "model")]).fit(BoringModel())
 
 
 def test_an_error_in_validation_leaves_the_trained_weights_in_place(folder: Path) -> None:
-    class Fails(ema_ranks.L.Callback):
+    class Fails(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            self.module, self.kept = module, ema_ranks.weights(trainer, module)
+
         def on_validation_batch_start(self, trainer: Any, *rest: Any) -> None:
             if not trainer.sanity_checking:
                 raise OSError("disk full")
 
-    ema, kept = EMA(DECAY), {}
-    module = ema_ranks.SFTModule(str(folder / "model"), lr=1e-2)
-
-    class Keep(ema_ranks.L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
-            kept.update(ema_ranks.weights(trainer, module))
-
-    source = str(folder / "data.jsonl")
-    data = ema_ranks.SFTDataModule(source, validation_data=source, micro_batch_size=8, max_length=32)
+    fails = Fails()
     with pytest.raises(OSError, match="disk full"):
-        ema_ranks.trainer(folder, [ema, Keep(), Fails()]).fit(module, data)
-    assert difference(kept, dict(module.policy.state_dict())) == 0.0
+        fit(folder, EMA(DECAY), callbacks=[fails])
+    assert difference(fails.kept, dict(fails.module.policy.state_dict())) == 0.0
 
 
 @pytest.mark.distributed
 def test_two_ranks_of_deepspeed_average_their_shares(folder: Path, tmp_path: Path) -> None:
-    reports = ranks.run("callbacks.ema_ranks:on_ranks", 2, tmp_path, data=str(folder), stages=[0, 2, 3])
+    shares = ranks.run("callbacks.ema_ranks:on_ranks", 2, tmp_path, data=str(folder), stages=[0, 2, 3])
     total = sum(tensor.numel() for tensor in load_causal_lm(str(folder / "model")).parameters())
-    for stage in "023":
-        zero, one = reports[0][stage], reports[1][stage]
-        assert zero["average"] < 1e-6, stage
-        assert zero["moved"] > 1e-3
-        assert zero["validated"] == 0.0
-        assert zero["same_afterwards"]
-        assert one["same_afterwards"]
-        assert zero["resumed"] == 0.0
-        assert zero["share"] + one["share"] == total
+    assert [sum(each) for each in zip(*shares, strict=True)] == [total] * 3
 
     one_rank = tmp_path / "one"
     ranks.run("callbacks.ema_ranks:on_other_ranks", 1, one_rank, data=str(folder), place=str(tmp_path))

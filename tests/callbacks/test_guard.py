@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from modules.data_runs import trainer
 from torch import Tensor, nn
 
 from rlhfkit.callbacks import NonFiniteGuard
@@ -28,15 +29,13 @@ class Line(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-def fit(scales: list[float], guard: NonFiniteGuard, **options: Any) -> Line:
+def fit(scales: list[float], guard: NonFiniteGuard, folder: Path = Path(), **options: Any) -> Line:
     """Train on batches with these scales."""
     torch.manual_seed(0)
     module = Line()
     batches = [{"x": torch.ones(2, 1), "scale": scale, "name": f"batch {i}"} for i, scale in enumerate(scales)]
-    settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
-    settings |= {"enable_progress_bar": False, "enable_model_summary": False} | options
-    trainer = L.Trainer(callbacks=[guard], **settings)
-    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    trainer(folder, max_epochs=1, callbacks=[guard], **options).fit(module, loader)
     module.history.append(module.layer.weight.detach().clone())
     return module
 
@@ -57,7 +56,7 @@ def test_infinite_losses_and_gradients_are_skipped_and_the_row_starts_again() ->
 def test_the_dump_loads_without_running_code_and_names_the_bad_micro_batch(tmp_path: Path) -> None:
     guard = NonFiniteGuard(max_skipped_updates=1)
     with pytest.raises(NonFiniteError, match="1 updates in a row") as raised:
-        fit([1.0, 1.0, 1.0, float("inf"), 1.0], guard, accumulate_grad_batches=2, default_root_dir=tmp_path)
+        fit([1.0, 1.0, 1.0, float("inf"), 1.0], guard, accumulate_grad_batches=2, folder=tmp_path)
     (file,) = tmp_path.glob("non_finite/step=2/rank_00000.pt")
     assert str(file.parent) in str(raised.value)
     dump = torch.load(file, weights_only=True)
@@ -86,4 +85,4 @@ def test_an_overflow_of_torchs_gradient_scaler_is_left_to_it(tmp_path: Path) -> 
     assert scaler.get_scale() < 2.0**127
     plugin.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with pytest.raises(NonFiniteError):
-        fit([3e38] * 6, guard, plugins=[plugin], default_root_dir=tmp_path)
+        fit([3e38] * 6, guard, plugins=[plugin], folder=tmp_path)

@@ -11,10 +11,11 @@ import lightning as L
 import PIL.Image
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from rl_runs import digits, fit_run, prompts_file, setup_run
+from modules.data_runs import trainer
+from rl_runs import digits, fit_run, prompts_file
 from tiny_models import tiny_model
 
+from callbacks.ema_ranks import SaveAfterEpoch
 from rlhfkit import RolloutCallback, RunReport, SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.callbacks.report.page import BINS, MOST_POINTS, Curve, Histogram, RunData, read_page, write_page
 from rlhfkit.callbacks.report.run_report import MOST_IMAGES, shown_prompt
@@ -23,31 +24,35 @@ from rlhfkit.callbacks.rollout.parts.alarms import Alarm, Alarms
 from rlhfkit.cli.main import main
 from rlhfkit.costs import Throughput
 from rlhfkit.data.images import Image
-from rlhfkit.data.types import Prompt
+from rlhfkit.data.types import Prompt, Sample
 
 
-def fit(folder: Path, report: RunReport, epochs: int = 3, **arguments: Any) -> tuple[L.Trainer, Any, RolloutCallback]:
-    trainer, module, rollouts = fit_run(
-        folder, callbacks=[report, *arguments.pop("more", ())], max_epochs=epochs, **arguments
-    )
-    return trainer, module, rollouts
+def fit(folder: Path, *callbacks: L.Callback, epochs: int = 3, **arguments: Any) -> tuple[RunData, Any, Any]:
+    """What the page of a run shows, its trainer and its rollouts."""
+    report = RunReport(str(folder / "report.html"), name="a test")
+    trainer, _, rollouts = fit_run(folder, callbacks=[report, *callbacks], max_epochs=epochs, **arguments)
+    [found] = read_page(folder / "report.html")
+    assert report.saved == folder / "report.html"
+    return found, trainer, rollouts
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunReport, L.Trainer, RolloutCallback, RunData]:
-    folder = tmp_path_factory.mktemp("run")
-    report = RunReport(str(folder / "report.html"), name="a test")
-    trainer, _, rollouts = fit(folder, report, more=[Throughput()])
-    assert report.saved == folder / "report.html"
-    [found] = read_page(report.saved)
-    return report, trainer, rollouts, found
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
 
 
-Run = tuple[RunReport, L.Trainer, RolloutCallback, RunData]
+@pytest.fixture(scope="module")
+def run(folder: Path) -> tuple[RunData, L.Trainer, RolloutCallback]:
+    alarm = Alarm(metric="rollout/length", high=0.5, advice="answers are long")
+    sampling = SamplingSpec(group_size=4, max_new_tokens=8)
+    return fit(folder, Throughput(), rollouts=RolloutCallback(digits, sampling=sampling, parts=[Alarms([alarm])]))
 
 
-def test_every_metric_has_a_point_for_each_iteration(run: Run) -> None:
-    _, trainer, _, found = run
+Run = tuple[RunData, L.Trainer, RolloutCallback]
+
+
+def test_every_metric_has_a_point_for_each_iteration_and_distributions_count_every_sample(run: Run) -> None:
+    found, trainer, rollouts = run
     assert found.curves["time/update"].xs == [0, 1, 2]
     assert min(found.curves["time/update"].ys) > 0
     for name in ("loss", "rollout/reward", "policy/entropy", "time/generate"):
@@ -55,71 +60,58 @@ def test_every_metric_has_a_point_for_each_iteration(run: Run) -> None:
         assert found.curves[name].ys[-1] == pytest.approx(float(trainer.callback_metrics[name]), rel=1e-4)
     assert found.curves.keys().isdisjoint({"reward", "hours left", "GFLOP/s"})  # names on the bar
     assert found.state == "finished"
+    [alarm] = found.alarms
+    assert (alarm["iteration"], alarm["metric"], alarm["advice"]) == (0, "rollout/length", "answers are long")
     assert dict(found.facts)["optimizer steps"] == "6 of 6"
-
-
-def test_samples_are_those_of_the_run_with_numbers_of_each_token(run: Run) -> None:
-    _, _, rollouts, found = run
-    assert [one["iteration"] for one in found.samples] == [0, 1, 2]
-    [first, second] = found.samples[-1]["groups"]
-    for group in (first, second):
-        own = {one.sample_index: one for one in rollouts.samples if one.prompt.index == group["prompt_id"]}
-        assert group["prompt"] == own[0].prompt.text
-        assert [one["reward"] for one in group["samples"]] == [own[place].reward for place in sorted(own)]
-        for shown, place in zip(group["samples"], sorted(own), strict=True):
-            assert shown["length"] == len(shown["tokens"]) == len(shown["difference"]) == len(shown["entropy"])
-            assert max(shown["difference"]) < 1e-4  # engine and trainer agree on a CPU
-            assert all(0 < value <= math.log(128) for value in shown["entropy"])  # a vocabulary of 128
-            assert "".join(shown["tokens"]).replace("<pad>", "").removesuffix("<eos>") == own[place].text
-
-
-def test_groups_with_the_most_different_rewards_are_shown(run: Run) -> None:
-    _, _, rollouts, found = run
-    spreads: dict[int, list[float]] = {}
-    for sample in rollouts.samples:
-        spreads.setdefault(sample.prompt.index, []).append(float(sample.reward or 0.0))
-    widest = sorted((max(each) - min(each) for each in spreads.values()), reverse=True)[:2]
-    shown = [[one["reward"] for one in group["samples"]] for group in found.samples[-1]["groups"]]
-    assert [max(each) - min(each) for each in shown] == pytest.approx(widest, abs=1e-4)
-
-
-def test_distributions_count_every_sample(run: Run) -> None:
-    _, _, rollouts, found = run
     assert set(found.histograms) == {"reward", "completion length (tokens)", "advantage"}
     for kept in found.histograms.values():
         assert [sum(one.counts) for one in kept] == [len(rollouts.samples)] * 3
 
 
-def test_the_page_has_the_arguments_of_everything(run: Run) -> None:
-    found = run[3].configuration
+def test_groups_with_the_most_different_rewards_are_shown_with_numbers_of_each_token(run: Run) -> None:
+    found, _, rollouts = run
+    assert [one["iteration"] for one in found.samples] == [0, 1, 2]
+    groups: dict[int, dict[int, Sample]] = {}
+    for sample in rollouts.samples:
+        groups.setdefault(sample.prompt.index, {})[sample.sample_index] = sample
+    rewards = {index: [float(own[place].reward or 0.0) for place in sorted(own)] for index, own in groups.items()}
+    widest = sorted((max(each) - min(each) for each in rewards.values()), reverse=True)[:2]
+    shown = found.samples[-1]["groups"]
+    assert [max(each) - min(each) for each in (rewards[group["prompt_id"]] for group in shown)] == widest
+    for group in shown:
+        own = groups[group["prompt_id"]]
+        assert group["prompt"] == own[0].prompt.text
+        assert [one["reward"] for one in group["samples"]] == rewards[group["prompt_id"]]
+        for one, place in zip(group["samples"], sorted(own), strict=True):
+            assert one["length"] == len(one["tokens"]) == len(one["difference"]) == len(one["entropy"])
+            assert max(one["difference"]) < 1e-4  # engine and trainer agree on a CPU
+            assert all(0 < value <= math.log(128) for value in one["entropy"])  # a vocabulary of 128
+            assert "".join(one["tokens"]).replace("<pad>", "").removesuffix("<eos>") == own[place].text
+
+
+def test_the_page_has_the_arguments_of_everything_and_what_follows_from_them(run: Run, tmp_path: Path) -> None:
+    found = run[0].configuration
     assert found["module: GRPOModule"]["lr"] == 1e-3
     assert found["module: GRPOModule"]["advantages"] is None
     assert found["sampling: SamplingSpec"]["group_size"] == 4
     assert found["trainer"]["accumulate_grad_batches"] == 2
-    assert {"data: PromptDataModule", "engine: LocalEngine", "reward: digits"} <= set(found)
-    extractor = found["data: PromptDataModule"]["answer_extractor"]
-    assert extractor.endswith(".final_answer")  # and no address, which differs from run to run
-    assert run[3].versions["torch"] == torch.__version__
-
-
-def test_the_page_has_what_follows_from_arguments(run: Run, tmp_path: Path) -> None:
-    found = run[3].configuration
+    assert {"engine: LocalEngine", "reward: digits"} <= set(found)
     sizes = found["data: PromptDataModule"]
+    assert sizes["answer_extractor"].endswith(".final_answer")  # and no address, which differs from run to run
     assert sizes["updates_per_iteration"] == 2  # 8 prompts x 4 samples / (8 a micro-batch x 2 of an update)
     assert (sizes["sequences of an iteration"], sizes["sequences of an update"]) == (32, 16)
     assert "Probe()" in found["rollouts: RolloutCallback"]["parts"].splitlines()
+    assert run[0].versions["torch"] == torch.__version__
 
-    report = RunReport(str(tmp_path / "report.html"))
     sizes = {"micro_batch_size": None, "max_tokens_per_micro_batch": 200, "updates_per_iteration": 4}
-    fit(
+    other, *_ = fit(
         tmp_path,
-        report,
         epochs=1,
         module_arguments={"preset": "rloo", "clip_high": 0.3},
         data_arguments=sizes | {"epochs_per_iteration": 2},
         accumulate_grad_batches=1,
     )
-    data, module = (report.data.configuration[name] for name in ("data: PromptDataModule", "module: GRPOModule"))
+    data, module = (other.configuration[name] for name in ("data: PromptDataModule", "module: GRPOModule"))
     assert {name: data[name] for name in sizes} == sizes
     assert (data["sequences of an iteration"], data["sequences of an update"]) == (32, 8)
     assert (module["clip_low"], module["clip_high"], module["advantage_scale"]) == (0.2, 0.3, "group")
@@ -128,24 +120,16 @@ def test_the_page_has_what_follows_from_arguments(run: Run, tmp_path: Path) -> N
 
 
 def test_times_of_the_trainer_and_of_an_engine_in_its_process_are_shown(run: Run) -> None:
-    times = run[0].times
+    found, trainer, _ = run
+    [report] = [one for one in trainer.callbacks if isinstance(one, RunReport)]
+    times = report.times
     assert {"update", "prepare"} <= {one.phase for one in times.intervals if one.lane == "trainer"}
     assert 0 < times.busy_shares()["trainer"] <= 1
     start, end = times.window
     assert all(start <= one.start < one.end <= end for one in times.intervals)
-    lane, engine = run[3].timeline["lanes"]  # type: ignore[index]
+    lane, engine = found.timeline["lanes"]  # type: ignore[index]
     assert (engine["name"], {span[0] for span in engine["spans"]}) == ("engine", {"sample"})
     assert lane["name"] == "trainer"
-
-
-def test_alarms_that_went_off_are_in_the_page(tmp_path: Path) -> None:
-    alarm = Alarm(metric="rollout/length", high=0.5, advice="answers are long")
-    sampling = SamplingSpec(group_size=4, max_new_tokens=4)
-    rollouts = RolloutCallback(digits, sampling=sampling, parts=[Alarms([alarm])])
-    report = RunReport(str(tmp_path / "report.html"))
-    fit(tmp_path, report, epochs=1, rollouts=rollouts, data_arguments={"rollout_batch_size": 4})
-    [found] = read_page(tmp_path / "report.html")[0].alarms
-    assert (found["iteration"], found["metric"], found["advice"]) == (0, "rollout/length", "answers are long")
 
 
 def test_a_run_that_ends_with_an_error_says_so(tmp_path: Path) -> None:
@@ -155,24 +139,16 @@ def test_a_run_that_ends_with_an_error_says_so(tmp_path: Path) -> None:
                 raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        fit(tmp_path, RunReport(str(tmp_path / "report.html")), more=[Broken()])
+        fit(tmp_path, Broken())
     [found] = read_page(tmp_path / "report.html")
     assert found.state == "stopped by OSError: the disk is full"
     assert found.curves["rollout/reward"].xs == [0, 1]
 
 
 def test_a_resumed_run_continues_the_page_of_the_one_before(tmp_path: Path) -> None:
-    def resumed(report: RunReport, epochs: int, checkpoint: str | None = None) -> str:
-        saver = ModelCheckpoint(tmp_path / "saved", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
-        trainer, module, data, _ = setup_run(
-            tmp_path, callbacks=[report, saver], max_epochs=epochs, enable_checkpointing=True
-        )
-        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=False)
-        return saver.best_model_path
-
-    checkpoint = resumed(RunReport(str(tmp_path / "first.html")), 2)
-    resumed(RunReport(str(tmp_path / "second.html")), 3, checkpoint)
-    [first], [second] = read_page(tmp_path / "first.html"), read_page(tmp_path / "second.html")
+    saved = tmp_path / "saved.ckpt"
+    first, *_ = fit(tmp_path / "first", SaveAfterEpoch(saved), epochs=2)
+    second, *_ = fit(tmp_path / "second", epochs=3, resume=str(saved))
     for name in ("rollout/reward", "policy/entropy"):
         assert second.curves[name].xs == [0, 1, 2]
         assert second.curves[name].ys[:2] == first.curves[name].ys
@@ -190,11 +166,7 @@ def test_modules_that_learn_from_data_have_curves_over_steps(tmp_path: Path) -> 
         micro_batch_size=10,
     )
     report = RunReport(str(tmp_path / "report.html"))
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=2, callbacks=[report], logger=False, log_every_n_steps=2,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(SFTModule(str(tmp_path / "model")), data)
+    trainer(tmp_path, callbacks=[report], log_every_n_steps=2).fit(SFTModule(str(tmp_path / "model")), data)
     [found] = read_page(tmp_path / "report.html")
     assert found.axis == "step"
     assert found.curves["loss"].xs == [1, 2, 4, 6, 8]
@@ -264,7 +236,7 @@ def test_a_text_in_a_sample_cannot_end_the_data(tmp_path: Path) -> None:
 def test_runs_are_compared_in_one_page(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        write_page(tmp_path / name / "report.html", [run[3]])
+        write_page(tmp_path / name / "report.html", [run[0]])
     main(["report", str(tmp_path / "a"), str(tmp_path / "b" / "report.html"), "--output", str(tmp_path / "both.html")])
     assert capsys.readouterr().out.strip() == str(tmp_path / "both.html")
     names = [one.name for one in read_page(tmp_path / "both.html")]
@@ -282,12 +254,12 @@ def test_what_is_no_report_is_named(tmp_path: Path, content: str | None, capsys:
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-def test_a_browser_shows_the_page_without_a_network(run: Run, tmp_path: Path) -> None:
+def test_a_browser_shows_the_page_without_a_network(run: Run, folder: Path, tmp_path: Path) -> None:
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     options += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=2000", "--enable-logging=stderr", "--dump-dom"]
     for tab, expected in (("Overview", "rollout/reward"), ("Samples", "advantage"), ("Configuration", "group_size")):
         shown = subprocess.run(
-            ["chromium", *options, f"file://{run[0].saved}#{tab}"],
+            ["chromium", *options, f"file://{folder}/report.html#{tab}"],
             capture_output=True,
             text=True,
             timeout=120,
@@ -342,12 +314,13 @@ def test_spans_that_overlap_are_one() -> None:
 
 
 def test_a_long_run_keeps_the_times_that_are_shown_and_no_more(tmp_path: Path) -> None:
-    report, kept = RunReport(str(tmp_path / "report.html")), []
+    kept = []
 
     class Watch(L.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            [report] = [one for one in trainer.callbacks if isinstance(one, RunReport)]
             kept.append((len(report.times._starts), len(report.times._updates)))
 
-    fit(tmp_path, report, epochs=7, more=[Watch()])
+    fit(tmp_path, Watch(), epochs=7)
     # Four micro-batches an iteration; the iteration that runs is kept beside three.
     assert kept == [(1, 4), (2, 8), (3, 12), (4, 16), (5, 20), (5, 20), (5, 20)]

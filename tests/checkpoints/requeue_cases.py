@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from modules.data_runs import trainer
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
 from rlhfkit import SFTDataModule, SFTModule
@@ -36,22 +37,18 @@ def train(folder: Path, model: str, data: str, saved: str, last_step: int | None
     os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = os.environ["LOCAL_RANK"]
     L.seed_everything(0)
     module = SFTModule(model, lr=1e-3)
-    trainer = L.Trainer(
+    run = trainer(
+        Path(saved),
         strategy="rlhf_zero2",
         devices=2,
-        accelerator="cpu",
+        max_epochs=None,
         max_steps=30,
         accumulate_grad_batches=2,
         callbacks=[EndedBySlurm(Path(saved) / "queued_again", last_step, folder / "told")],
-        default_root_dir=saved,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
-    trainer.fit(module, SFTDataModule(data, micro_batch_size=2))
-    if trainer.is_global_zero:
+    run.fit(module, SFTDataModule(data, micro_batch_size=2))
+    if run.is_global_zero:
         digest = hashlib.sha256()
         for parameter in module.policy.parameters():
             digest.update(parameter.detach().float().numpy().tobytes())
-        print("weights", trainer.global_step, digest.hexdigest(), flush=True)
+        print("weights", run.global_step, digest.hexdigest(), flush=True)

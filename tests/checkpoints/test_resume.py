@@ -69,8 +69,7 @@ def test_each_epoch_is_begun_once_and_counted(tmp_path: Path) -> None:
     """Lightning 2.6.6 alone begins the epoch after a resume from an epoch's last batch without telling anybody."""
     saver = SaveEverywhere(tmp_path / "saved")
     fit(tmp_path, callbacks=[saver])
-    last_batch = next(name for name, done in saver.saved.items() if done == BATCHES and name.endswith("batch_end"))
-    resumed = fit(tmp_path, resume=saver.folder / f"{last_batch}.ckpt")
+    resumed = fit(tmp_path, resume=saver.path("batch_end", BATCHES))
     assert resumed.epochs_begun == EPOCHS - 1
     progress = resumed.trainer.fit_loop.epoch_progress
     assert progress.total.ready == progress.total.completed == EPOCHS
@@ -78,14 +77,10 @@ def test_each_epoch_is_begun_once_and_counted(tmp_path: Path) -> None:
 
 def test_plain_lightning_trains_too_long(tmp_path: Path) -> None:
     """What ``ExactResume`` corrects, to notice when Lightning does."""
-    first = SaveEverywhere(tmp_path / "first")
+    first, second = SaveEverywhere(tmp_path / "first"), SaveEverywhere(tmp_path / "second")
     fit(tmp_path, callbacks=[first], exact=False)
-    last_batch = next(name for name, done in first.saved.items() if done == BATCHES and name.endswith("batch_end"))
-    second = SaveEverywhere(tmp_path / "second")
-    resumed = fit(tmp_path, resume=first.folder / f"{last_batch}.ckpt", callbacks=[second], exact=False)
-    assert len(resumed.seen) == 2 * BATCHES
-    inside = next(name for name, done in second.saved.items() if done == 2 and name.endswith("batch_end"))
-    again = fit(tmp_path, resume=second.folder / f"{inside}.ckpt", exact=False)
+    fit(tmp_path, resume=first.path("batch_end", BATCHES), callbacks=[second], exact=False)
+    again = fit(tmp_path, resume=second.path("batch_end", 2), exact=False)
     if len(again.seen) == 2 * BATCHES - 2:
         pytest.fail("Lightning counts right by now: progress.settle and its documentation can go")
 
@@ -137,9 +132,8 @@ def test_after_a_resume_model_checkpoint_waits_for_the_next_step(tmp_path: Path)
 def test_a_checkpoint_inside_a_window_without_its_gradients_is_refused(tmp_path: Path) -> None:
     saver = SaveEverywhere(tmp_path / "saved")
     fit(tmp_path, callbacks=[saver], exact=False, accumulate_grad_batches=2)
-    inside = next(name for name in saver.saved if name.endswith("batch_end"))
     with pytest.raises(CheckpointError, match=r"saved after 1 micro-batches .* every 2"):
-        fit(tmp_path, resume=saver.folder / f"{inside}.ckpt", accumulate_grad_batches=2)
+        fit(tmp_path, resume=saver.path("batch_end", 0), accumulate_grad_batches=2)
 
 
 @pytest.mark.parametrize("overridden", ["configure_callbacks", "setup"])

@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from modules.data_runs import trainer
 from torch import Tensor
 
 from rlhfkit.checkpoints import ExactResume
@@ -158,6 +159,17 @@ class Stateful:
         self.next, self.resumed = state["next"] % BATCHES, True
 
 
+def saving(moment: str) -> Any:
+    """A hook of ``SaveEverywhere``."""
+
+    def save(self: "SaveEverywhere", trainer: Any, pl_module: Any, *_: Any) -> None:
+        name = f"{len(self.saved):03d}-{moment}"
+        self.saved[name] = pl_module.stepped
+        trainer.save_checkpoint(self.folder / f"{name}.ckpt")
+
+    return save
+
+
 class SaveEverywhere(L.Callback):
     """Saves in every hook, and notes which batches the checkpoint's weights were trained on."""
 
@@ -166,28 +178,17 @@ class SaveEverywhere(L.Callback):
         self.saved: dict[str, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def _save(self, trainer: Any, module: Any, hook: str) -> None:
-        name = f"{len(self.saved):03d}-{hook}"
-        self.saved[name] = module.stepped
-        trainer.save_checkpoint(self.folder / f"{name}.ckpt")
+    on_train_epoch_start = saving("epoch_start")
+    on_train_batch_start = saving("batch_start")
+    on_after_backward = saving("backward")
+    on_train_batch_end = saving("batch_end")
+    on_validation_end = saving("validation")
+    on_train_epoch_end = saving("epoch_end")
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._save(trainer, pl_module, "epoch_start")
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._save(trainer, pl_module, "batch_start")
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        self._save(trainer, pl_module, "backward")
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._save(trainer, pl_module, "batch_end")
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self._save(trainer, pl_module, "validation")
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._save(trainer, pl_module, "epoch_end")
+    def path(self, moment: str, done: int) -> Path:
+        """The first checkpoint of a moment with so many batches behind it."""
+        name = next(name for name, batches in self.saved.items() if batches == done and name.endswith(moment))
+        return self.folder / f"{name}.ckpt"
 
 
 def fit(
@@ -208,21 +209,8 @@ def fit(
     if exact:
         callbacks.insert(len(callbacks) if last else 0, ExactResume())
     module, data = Line(), Numbers(ours=ours)
-    trainer = L.Trainer(
-        **{
-            "accelerator": "cpu",
-            "max_epochs": EPOCHS,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "limit_val_batches": 0,
-            "default_root_dir": str(folder),
-            "callbacks": callbacks,
-        }
-        | options
-    )
+    arguments = {"max_epochs": EPOCHS, "num_sanity_val_steps": 0, "limit_val_batches": 0, "callbacks": callbacks}
+    run = trainer(folder, **arguments | options)
     L.seed_everything(7 if resume is None else 1234, verbose=False)
-    trainer.fit(module, data, ckpt_path=resume)
+    run.fit(module, data, ckpt_path=resume)
     return module

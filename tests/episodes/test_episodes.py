@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import prompts_of, tiny_tokenizer
-from waiting import LIMIT
 
 from episodes.episode_cases import Counting, Faulty, Recorded, chat_model, check_logprobs, runner_of, turns
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.episodes import Action, Environment, Episodes, Step
 from rlhfkit.rewards import EnvironmentReward
 from rlhfkit.rewards.base import score_samples
-from rlhfkit.rollout import LocalEngine, SamplingSpec, request_batcher
+from rlhfkit.rollout import LocalEngine, SamplingSpec
 from rlhfkit.rollout.groups import GroupError, GroupRunner
 
 PROMPTS = ["1+1=", "abc", "x", "what is this"]
@@ -72,18 +71,14 @@ class Appending(Counting):
 
 
 @pytest.mark.parametrize("environment", [Counting, Chatting, Appending])
-def test_what_is_recorded_is_what_the_engine_saw_and_said_at_every_turn(
+def test_what_is_recorded_is_what_the_engine_saw_and_said_at_every_turn_with_its_logprobs(
     run_episodes: Any, engine: Recorded, environment: Any
 ) -> None:
     samples = run_episodes(environment)
     recorded = [turn for sample in samples for turn in turns(sample)]
     assert len(recorded) == len(samples) * 3
     assert sorted(recorded) == sorted(engine.seen)
-
-
-@pytest.mark.parametrize("environment", [Counting, Chatting])
-def test_logprobs_are_those_of_the_whole_sequence(run_episodes: Any, engine: Recorded, environment: Any) -> None:
-    for sample in run_episodes(environment):
+    for sample in samples:
         check_logprobs(engine, sample)
         assert set(sample.versions.tolist()) == {0}
 
@@ -136,19 +131,14 @@ def test_episodes_do_not_depend_on_what_else_is_played(run_episodes: Any) -> Non
     assert comparable(other) != comparable(whole)
 
 
-def test_requests_of_all_episodes_go_in_one_call(
-    run_episodes: Any, engine: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request_batcher, "MAX_WAIT", LIMIT)
-    run_episodes(Counting)
-    assert engine.calls == [12, 12, 12]
-    run_episodes(Counting, concurrency=6)
-    assert max(engine.calls) == 6
-
-
 @pytest.mark.parametrize(
     ("options", "ended", "turn_count"),
-    [({"max_turns": 2}, "turns", 2), ({"max_episode_tokens": 15}, "tokens", 2), ({}, "done", 3)],
+    [
+        ({"max_turns": 2}, "turns", 2),
+        ({"max_episode_tokens": 15}, "tokens", 2),
+        ({"max_episode_tokens": 13}, "tokens", 2),  # the last turn gets what room is left
+        ({}, "done", 3),
+    ],
 )
 def test_limits_cut_off_and_keep_what_was_earned(run_episodes: Any, options: Any, ended: str, turn_count: int) -> None:
     samples = run_episodes(Counting, prompts_of(["abc"]), **options)
@@ -163,14 +153,6 @@ def test_limits_cut_off_and_keep_what_was_earned(run_episodes: Any, options: Any
     score_samples(EnvironmentReward(truncated="mask"), samples)
     if ended != "done":
         assert {sample.reward for sample in samples} == {None}
-
-
-def test_the_last_turn_gets_what_room_is_left(run_episodes: Any) -> None:
-    (sample,) = run_episodes(
-        Counting, prompts_of(["abc"]), SamplingSpec(group_size=1, max_new_tokens=5), max_episode_tokens=13
-    )
-    assert len(sample.prompt.token_ids) + len(sample.token_ids) == 13
-    assert [len(said) for _, said in turns(sample)] == [5, 2]
 
 
 FAULTS = ["raises", "hangs", "returns nothing", "says nothing", "not finite", "no judgement", None]
@@ -242,15 +224,6 @@ def test_an_async_environment_that_blocks_everything_is_named(engine: Recorded, 
     assert len(one.generate(prompts_of(["1"]), SAMPLING, iteration=0)) == 3
 
 
-def test_what_the_engine_raises_is_raised(engine: Recorded, run_episodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(prompts: Any, sampling: Any, *, iteration: int) -> Any:
-        raise ZeroDivisionError("the engine died")
-
-    monkeypatch.setattr(engine, "generate", broken)
-    with pytest.raises(ZeroDivisionError, match="the engine died"):
-        run_episodes(Counting)
-
-
 class Held(Counting):
     """Some prompts' episodes go on when an event is set."""
 
@@ -267,46 +240,27 @@ class Held(Counting):
         return await super().step(action)
 
 
-def test_groups_are_given_as_they_are_finished(engine: Recorded) -> None:
-    one = runner_of(engine, Episodes(Held.until(go_on := threading.Event(), 0)), engine.folder)  # type: ignore[attr-defined]
-    stream = one.stream(SAMPLING, iteration=0)
-    prompts = prompts_of(PROMPTS)
-    stream.submit(prompts[:2])
-    (first,) = stream.collect(5)
-    assert first[0].prompt.index == 1
-    stream.submit(prompts[2:])
-    rest = [group for _ in range(2) for group in stream.collect(1)]
-    assert sorted(group[0].prompt.index for group in rest) == [2, 3]
-    go_on.set()
-    ((last, *_),) = stream.collect(1)
-    assert last.prompt.index == 0
-    assert stream.collect(1) == []
-    stream.submit([Prompt(9, [5])])
-    stream.close()
-    assert stream.collect(1) == []
-    one.loop.close()
-
-
-def test_streams_wait_as_long_as_told_and_sample_for_several_iterations(run_episodes: Any, engine: Recorded) -> None:
-    go_on = threading.Event()
-    prompts = prompts_of(PROMPTS)
-    expected = run_episodes(Counting, prompts)  # of iteration 2
-    one = runner_of(engine, Episodes(Held.until(go_on, *range(4))), engine.folder)  # type: ignore[attr-defined]
+def test_groups_are_given_as_they_are_finished_and_waited_for_as_long_as_told(
+    run_episodes: Any, engine: Recorded
+) -> None:
+    prompts, go_on = prompts_of(PROMPTS), threading.Event()
+    expected = comparable(run_episodes(Counting, prompts))  # of iteration 2
+    one = runner_of(engine, Episodes(Held.until(go_on, 0)), engine.folder)  # type: ignore[attr-defined]
     streams = [one.stream(SAMPLING, iteration=iteration) for iteration in (0, 2)]
     streams[0].submit(prompts[:2], iteration=2)
     streams[1].submit(prompts[2:])
+    groups = streams[0].collect(5)
+    assert [group[0].prompt.index for group in groups] == [1]
     assert streams[0].collect(4, wait=0.1) == []  # a wait for the episodes would not end
     go_on.set()
-    groups = []
-    while len(groups) < 4:
-        groups += [group for stream in streams for group in stream.collect(1, wait=0.05)]
-    groups.sort(key=lambda group: group[0].prompt.index)
-    assert [sample.token_ids.tolist() for group in groups for sample in group] == [
-        sample.token_ids.tolist() for sample in expected
-    ]
+    groups += streams[0].collect(1)
+    groups += [group for _ in range(2) for group in streams[1].collect(1)]
+    assert sorted(comparable([sample for group in groups for sample in group])) == expected
     for stream in streams:
         assert stream.collect(1, wait=60.0) == []  # nothing is left to wait for
+        stream.submit([Prompt(9, [5])])
         stream.close()
+        assert stream.collect(1) == []
     one.loop.close()
 
 

@@ -1,13 +1,9 @@
-"""Environments with Gymnasium's interface, played by a policy."""
+"""Environments with Gymnasium's interface; ``test_episodes.py`` has a policy play."""
 
-from pathlib import Path
 from typing import Any
 
-from tiny_models import tiny_model, tiny_tokenizer
-
-from episodes.episode_cases import runner_of
-from rlhfkit import LocalEngine, Prompt, SamplingSpec
-from rlhfkit.episodes import Action, Episodes, GymEnvironment
+from rlhfkit import Prompt
+from rlhfkit.episodes import Action, GymEnvironment
 
 
 class Corridor:
@@ -68,19 +64,3 @@ def test_seed_options_and_what_is_read_first_come_from_the_prompt() -> None:
     ended = [environment.step(said("-1")) for _ in range(4)][-1]
     assert ended.done
     assert ended.info["time_is_up"]
-
-
-def test_a_policy_plays(tmp_path: Path) -> None:
-    """Digits are steps to the right, and everything else means no action."""
-    tokens = [tiny_tokenizer().convert_tokens_to_ids(digit) for digit in "0123456789"]
-
-    def play() -> GymEnvironment:
-        return GymEnvironment(Corridor(), parse_action=walk, role=None)
-
-    runner = runner_of(LocalEngine(), Episodes(play, max_turns=4), tiny_model(tmp_path / "model"))
-    spec = SamplingSpec(group_size=4, max_new_tokens=1, stop_token_ids=tuple(tokens))
-    samples = runner.generate([Prompt(0, [5]), Prompt(1, [6])], spec, iteration=0)
-    runner.close()
-    assert len(samples) == 8
-    assert {sample.info["ended"] for sample in samples} <= {"done", "turns"}
-    assert all(sum(sample.token_rewards) == sample.info["reward"] for sample in samples)

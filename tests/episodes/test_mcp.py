@@ -62,29 +62,22 @@ def tools(command: list[str]) -> Iterator[MCPTools]:
     made.close()
 
 
-def test_tools_are_called_by_a_policy_and_errors_told(tools: MCPTools) -> None:
+def test_tools_are_called_by_a_policy_errors_told_and_images_read_as_those_of_python_tools(tools: MCPTools) -> None:
     environment = ToolEnvironment(tools.functions, timeout=60)
     calls = [
         '{"name": "add", "arguments": {"a": 3}}',
         '{"name": "add", "arguments": {"a": 3, "b": 4}}',
         '{"name": "fail", "arguments": {"text": "way"}}',
         '{"name": "add", "arguments": {"c": 3}}',
+        '{"name": "look", "arguments": {"size": 28}}',
     ]
     text = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
     step = asyncio.run(environment.step(Action(0, [1], text, text, "stop")))
-    contents = [message["content"] for message in step.observation or ()]  # type: ignore[index,call-overload]
+    *contents, (caption, seen) = [message["content"] for message in step.observation or ()]  # type: ignore[index,call-overload]
     assert contents[:2] == ["5", "7"]
     assert "Error executing tool fail" in contents[2]
     assert "missing a required argument: 'a'" in contents[3]
-    assert step.info == {"tool_calls": 4, "tool_errors": 2}
-
-
-def test_images_are_read_as_those_of_python_tools(tools: MCPTools) -> None:
-    environment = ToolEnvironment(tools.functions, timeout=60)
-    call = '<tool_call>{"name": "look", "arguments": {"size": 28}}</tool_call>'
-    step = asyncio.run(environment.step(Action(0, [1], call, call, "stop")))
-    (message,) = step.observation or ()  # type: ignore[misc]
-    caption, seen = message["content"]  # type: ignore[index,call-overload]
+    assert step.info == {"tool_calls": 5, "tool_errors": 2}
     assert caption == {"type": "text", "text": "red"}
     opened = seen["image"].open()
     assert (opened.size, opened.getpixel((0, 0))) == ((28, 28), (255, 0, 0))

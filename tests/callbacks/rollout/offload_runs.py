@@ -7,9 +7,8 @@ from typing import Any
 
 import lightning as L
 import torch
+from modules.on_policy.preparation.test_rewards import reward_model
 from rl_runs import RANK, RANKS, digits, fit_run, on_all_ranks
-from tiny_models import tiny_tokenizer
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rlhfkit import GRPOModule, LocalEngine, PPOModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks import SharedDevices
@@ -76,18 +75,6 @@ class OwnPPO(OwnMemory, PPOModule):
     """PPO: policy, critic, reference and reward model."""
 
 
-def reward_model(folder: Path) -> str:
-    """A random one."""
-    path = folder / "reward"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-        config = LlamaConfig(vocab_size=128, **shape, num_labels=1, pad_token_id=0, eos_token_id=1)
-        LlamaForSequenceClassification(config).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return str(path)
-
-
 class Look(L.Callback):
     """What was trained on, and all bits of weights at the end."""
 
@@ -117,7 +104,6 @@ def run(
     reward: Any = digits,
     module: Any = OwnGRPO,
     callbacks: Sequence[L.Callback] = (),
-    ckpt_path: str | None = None,
     parts: Sequence[Any] = (),
     **arguments: Any,
 ) -> dict[str, Any]:
@@ -128,24 +114,24 @@ def run(
     look = Look(rollouts)
     torch.manual_seed(0)
     arguments |= {"callbacks": [*callbacks, look], "use_distributed_sampler": False}
-    trainer, *_ = fit_run(folder, module=module, rollouts=rollouts, **arguments, resume=ckpt_path)
+    trainer, *_ = fit_run(folder, module=module, rollouts=rollouts, **arguments)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {"tokens": look.tokens, "digest": look.digest, "metrics": metrics, "log": engine.log}
 
 
-def on_ranks(folder: Path) -> list[dict[str, Any]]:
+def on_ranks(folder: Path) -> None:
     """Entry point of a rank: PPO at ZeRO 3 with a reference and a reward model, without and with offloading."""
     folder = folder / f"rank{RANK}"
-    found = []
-    for offload in (False, True):
-        found.append(
-            run(
-                folder,
-                offload=offload,
-                module=OwnPPO,
-                module_arguments={"parts": [RewardModel(reward_model(folder)).plain()], "kl_coef": 0.01, "lr": 1e-3},
-                data_arguments={"micro_batch_size": 8 // RANKS},
-                **on_all_ranks("rlhf_zero3"),
-            )
+    without, found = (
+        run(
+            folder,
+            offload=offload,
+            module=OwnPPO,
+            module_arguments={"parts": [RewardModel(reward_model(folder)).plain()], "kl_coef": 0.01, "lr": 1e-3},
+            data_arguments={"micro_batch_size": 8 // RANKS},
+            **on_all_ranks("rlhf_zero3"),
         )
-    return found
+        for offload in (False, True)
+    )
+    assert (found["tokens"], found["digest"]) == (without["tokens"], without["digest"])
+    assert found["metrics"]["memory/train_offloaded_gib"] > 4 * found["metrics"]["memory/generate_gib"] > 0

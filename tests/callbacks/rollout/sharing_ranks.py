@@ -26,10 +26,13 @@ from rl_runs import (
     setup_run,
 )
 
+from callbacks.rollout.test_recovery import Forgetful
 from rlhfkit import (
+    Ahead,
     DynamicSampling,
     Invariants,
     LocalEngine,
+    Oversampling,
     ReplayBuffer,
     RolloutCallback,
     RolloutDump,
@@ -209,6 +212,23 @@ def failure(folder: Path, **arguments: Any) -> tuple[str, float]:
     return raised(lambda: fit(folder, **{"max_epochs": 1} | arguments))
 
 
+def check_ahead(folder: Path, prompts: list[list[int]]) -> None:
+    """Runs that sample ahead have the prompts of one that takes turns; ``Invariants`` watches how old tokens are."""
+    ahead = Ahead(1, in_flight=True)
+    for parts, more in (
+        ([Ahead(1)], {}),
+        ([DynamicSampling(), ahead], {"reward": only_odd}),
+        ([DynamicSampling(), ahead, Oversampling(0.25)], {"reward": only_odd, "engine": SharedEngine()}),
+    ):
+        seen, checks = Iterations(), Invariants()
+        fit_run(**arguments_of(folder, *parts, callbacks=[seen, checks], max_epochs=3, **more))
+        assert checks.checked == 3
+        if more:
+            assert all(len(each) == 6 and all(index % 2 for index in each) for each in seen.prompts)
+        else:
+            assert seen.prompts[:2] == prompts
+
+
 def check_failures(folder: Path) -> None:
     """What fails on one rank is named on all."""
     path = folder / "inside.ckpt"
@@ -233,6 +253,11 @@ def everything(folder: Path, place: str) -> dict[str, Any]:
     found = runs(folder, place)
     slow = fit(folder, engine=Slow(), callbacks=[Relax()], max_epochs=1)
     assert slow["tokens"] == found["plain"]["tokens"][:1]
+    # The requests of rank 0 find no weights twice; all ranks take part in sending them again.
+    disturbed = Forgetful(*((1, 2) if RANK == 0 else ()))
+    assert fit(folder, engine=disturbed)["weights"] == found["shared"]["weights"]
+    assert disturbed.loads == 3 + 2
+    check_ahead(folder, [list(dict.fromkeys(place[0] for place in each)) for each in found["plain"]["tokens"]])
     check_failures(folder)
     gather_objects(None)  # rank 0 ends last
     return found

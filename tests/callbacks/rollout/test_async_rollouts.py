@@ -1,4 +1,4 @@
-"""Asynchronous rollouts: what is trained on, how old it may be, and what overlaps.
+"""Asynchronous rollouts: what is trained on, how old it may be, and what overlaps; ranks are in ``sharing_ranks.py``.
 
 Covers ``parts/ahead.py`` and ``timing.py`` of ``callbacks/rollout/``.
 """
@@ -12,10 +12,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
-from rl_runs import RANK, additions, ahead, digits, fit_run, on_all_ranks, only_odd, samples_of_all_ranks, setup_run
-from strategies import ranks
+from rl_runs import (
+    Iterations,
+    additions,
+    ahead,
+    digits,
+    fit_run,
+    only_odd,
+    setup_run,
+)
 from waiting import LIMIT
 
 from rlhfkit import Ahead, DynamicSampling, Invariants, LocalEngine, Oversampling, RolloutCallback, Sample, SamplingSpec
@@ -24,30 +30,21 @@ from rlhfkit.callbacks.rollout.timing import MOST_EVENTS, Timing
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 
 
-class Watch(L.Callback):
-    """Per iteration: prompts, rewards, versions of the tokens and the version when training on them began."""
-
-    def __init__(self) -> None:
-        self.prompts: list[list[int]] = []
-        self.rewards: list[float] = []
-        self.ages: list[list[int]] = []
-        self._version = 0
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._version = trainer.global_step
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        samples = samples_of_all_ranks(RolloutCallback.of(trainer))
-        self.prompts.append(list(dict.fromkeys(sample.prompt.index for sample in samples)))
-        self.rewards.append(sum(sample.reward or 0.0 for sample in samples) / len(samples))
-        self.ages.append(
-            sorted({self._version - version for sample in samples for version in sample.versions.tolist()})
-        )
+def ages(watch: Iterations) -> list[list[int]]:
+    """Of the tokens of each iteration, in updates, when training on it began."""
+    return [
+        sorted({begin - version for one in samples for version in one.versions.tolist()})
+        for begin, samples in zip(watch.began, watch.samples, strict=True)
+    ]
 
 
-def run(folder: Path, staleness: int) -> Watch:
+def rewards(watch: Iterations) -> list[list[float | None]]:
+    return [[one.reward for one in samples] for samples in watch.samples]
+
+
+def run(folder: Path, staleness: int) -> Iterations:
     """Four iterations."""
-    watch = Watch()
+    watch = Iterations()
     rollouts = RolloutCallback(digits, sampling=SAMPLING, parts=ahead(staleness))
     fit_run(folder, rollouts=rollouts, callbacks=[watch], max_epochs=4)
     return watch
@@ -72,21 +69,21 @@ class Handshake:
             assert self.begun[iteration + 1].wait(LIMIT), "generating has not begun"
 
 
-class Training(L.Callback):
-    """Tells the handshake that an iteration is being trained on, and keeps its samples."""
+class Training(Iterations):
+    """Tells the handshake that an iteration is being trained on."""
 
     def __init__(self, handshake: Handshake) -> None:
+        super().__init__()
         self.handshake = handshake
-        self.samples: list[Sample] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self.handshake.train(trainer.current_epoch)
-            self.samples += trainer.callbacks[0].samples
 
 
 def test_generating_overlaps_with_training_on_the_same_prompts_and_is_as_old_as_allowed(tmp_path: Path) -> None:
-    turns, watch, handshake = run(tmp_path, 0), Watch(), Handshake(last=3)
+    turns, handshake = run(tmp_path, 0), Handshake(last=3)
+    watch = Training(handshake)
 
     class Engine(LocalEngine):
         def generate(self, prompts: Any, sampling: Any, *, iteration: int) -> list[Sample]:
@@ -94,15 +91,13 @@ def test_generating_overlaps_with_training_on_the_same_prompts_and_is_as_old_as_
             return super().generate(prompts, sampling, iteration=iteration)
 
     rollouts = RolloutCallback(digits, engine=Engine(), sampling=SAMPLING, parts=[Ahead(1)])
-    trainer, *_ = fit_run(
-        tmp_path, rollouts=rollouts, callbacks=[Training(handshake), watch], max_epochs=handshake.last + 1
-    )
+    trainer, *_ = fit_run(tmp_path, rollouts=rollouts, callbacks=[watch], max_epochs=handshake.last + 1)
     assert rollouts.overlaps
     assert watch.prompts == turns.prompts
-    assert watch.rewards[0] == turns.rewards[0]  # of the first iteration, which is never stale
+    assert rewards(watch)[0] == rewards(turns)[0]  # of the first iteration, which is never stale
     # Each is sampled from the policy before the iteration that is trained on meanwhile, of two updates.
-    assert watch.ages == [[0], [2], [2], [2]]
-    assert turns.ages == [[0]] * 4
+    assert ages(watch) == [[0], [2], [2], [2]]
+    assert ages(turns) == [[0]] * 4
     assert trainer.callback_metrics["rollout/staleness"] == 2.0
     assert [event.iteration for event in rollouts.timing.events if event.name == "generate"] == [0, 1, 2, 3]
     assert float(trainer.callback_metrics["time/generate"]) > 0
@@ -163,7 +158,7 @@ def test_in_flight_samples_go_on_with_new_weights_and_know_it(tmp_path: Path) ->
     assert trainer.callback_metrics["rollout/staleness"] == 1.0  # half of the tokens are two updates old
     assert trainer.callback_metrics["rollout/mixed_fraction"] == 1.0
     expected = [[0] * 8, [0] * 4 + [2] * 4, [2] * 4 + [4] * 4, [4] * 4 + [6] * 4]
-    assert [sample.versions.tolist() for sample in training.samples[::32]] == expected
+    assert [samples[0].versions.tolist() for samples in training.samples] == expected
 
 
 def test_everything_at_once_keeps_its_promises(tmp_path: Path) -> None:
@@ -173,7 +168,7 @@ def test_everything_at_once_keeps_its_promises(tmp_path: Path) -> None:
         sampling=SAMPLING,
         parts=[DynamicSampling(), Oversampling(0.25), Ahead(2, in_flight=True)],
     )
-    watch = Watch()
+    watch = Iterations()
     trainer, *_ = fit_run(
         tmp_path,
         rollouts=rollouts,
@@ -183,7 +178,7 @@ def test_everything_at_once_keeps_its_promises(tmp_path: Path) -> None:
     )
     assert "val/reward" in trainer.callback_metrics
     assert all(len(prompts) == 8 and all(index % 2 for index in prompts) for prompts in watch.prompts)
-    assert all(max(ages) <= 2 * min(number, 2) for number, ages in enumerate(watch.ages))
+    assert all(max(of_one) <= 2 * min(number, 2) for number, of_one in enumerate(ages(watch)))
     assert 0.0 < trainer.callback_metrics["rollout/dropped_fraction"] < 0.5
 
 
@@ -209,52 +204,6 @@ def test_ranks_that_have_an_engine_each_take_no_part_of_an_iteration_first() -> 
     part.check(SimpleNamespace(world_size=1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="an engine in each of 2 ranks"):  # no place sees which group is first
         part.check(SimpleNamespace(world_size=2))  # type: ignore[arg-type]
-
-
-class Shared(LocalEngine):
-    """Only rank 0 generates, for all, as with a pool."""
-
-    shared = True
-
-
-RUNS: dict[str, dict[str, Any]] = {
-    "plain": {"parts": [Ahead(1)]},
-    "selected": {"parts": [DynamicSampling(), Ahead(1, in_flight=True)]},
-    "shared": {"parts": [DynamicSampling(), Ahead(1, in_flight=True), Oversampling(0.25)], "engine": Shared()},
-}
-
-
-def train_ahead_on_ranks(folder: Path) -> dict[str, Any]:
-    """Entry point of a rank: a run ahead, and two that also select groups and publish in flight."""
-    report: dict[str, Any] = {}
-    for name, arguments in RUNS.items():
-        watch = Watch()
-        reward = digits if name == "plain" else only_odd
-        rollouts = RolloutCallback(reward, sampling=SAMPLING, **arguments)
-        epochs = 4 if name == "plain" else 3
-        micro = {"micro_batch_size": 4}
-        shared = on_all_ranks() | {"data_arguments": micro, "max_epochs": epochs}
-        fit_run(folder / f"rank{RANK}", rollouts=rollouts, callbacks=[watch], **shared)
-        report[name] = {"prompts": watch.prompts, "rewards": watch.rewards, "ages": watch.ages}
-    return report
-
-
-@pytest.mark.distributed
-def test_two_ranks_sample_ahead_what_one_does(tmp_path: Path) -> None:
-    alone = run(tmp_path, 1)
-    first, second = ranks.run("callbacks.rollout.test_async_rollouts:train_ahead_on_ranks", 2, tmp_path / "ranks")
-    assert first == second
-    plain, selected = first["plain"], first["selected"]
-    assert plain["prompts"] == alone.prompts
-    if plain["ages"] == alone.ages:  # a thread that begins late samples from newer weights
-        assert plain["rewards"] == pytest.approx(alone.rewards)
-    for name, found in first.items():
-        assert all(max(ages) <= 2 * min(number, 1) for number, ages in enumerate(found["ages"])), name
-        if name != "plain":
-            assert all(len(prompts) == 8 and all(index % 2 for index in prompts) for prompts in found["prompts"]), name
-    # The first three rounds of 8 prompts in the order of the data: 24 of them, of which the odd ones teach something.
-    order = [index for prompts in alone.prompts for index in prompts]
-    assert selected["prompts"][0] == [index for index in order if index % 2][:8]
 
 
 def test_times_of_a_long_run_are_bounded_and_their_sums_are_those_of_all_phases() -> None:

@@ -1,4 +1,8 @@
-"""Who has the memory of shared devices: the order of phases, equal runs, and errors in every phase."""
+"""Who has the memory of shared devices: the order of phases, equal runs, and errors.
+
+Whatever uses the states that are away, such as a reward that calls the policy: ``test_training_states.py``; validation
+during training: ``rollout/remote/test_rank_memory.py``.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,15 +10,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from rl_runs import additions, digits, setup_run
+from rl_runs import additions, digits, only_odd, setup_run
 from strategies import ranks
 
-from rlhfkit import DynamicSampling, LocalEngine, LoRA, RolloutCallback
+from rlhfkit import DynamicSampling, LocalEngine, RolloutCallback
 from rlhfkit.callbacks.rollout.parts.shared_devices import SharedDevices
-from rlhfkit.modules.parts import RewardModel
 
-from .offload_runs import SPEC, OwnGRPO, OwnPPO, Tenant, reward_model, run
+from .offload_runs import SPEC, OwnGRPO, Tenant, run
 
 SAME = ("tokens", "digest")
 
@@ -40,29 +42,11 @@ def test_phases_follow_one_another_and_the_run_is_the_same(folder: Path, plain: 
     assert [what for what, *_ in found["log"][1:4]] == ["wake", "generate", "sleep"]
     assert not any(weights for _, weights, _ in found["log"][1:4])
     assert found["log"][4:] == iteration
-
-
-def test_memory_of_both_phases_is_logged(folder: Path, plain: dict[str, Any]) -> None:
-    metrics = run(folder, offload=True)["metrics"]
+    metrics = found["metrics"]
     assert not any(name.startswith("memory/") for name in plain["metrics"])
     assert metrics["memory/generate_gib"] == 0
     assert metrics["memory/train_offloaded_gib"] == metrics["memory/learn_gib"] > 3 * 300_000 / 2**30
     assert metrics["time/reload"] > 0
-
-
-def test_validation_and_checkpoints_fit_between_the_phases(folder: Path, tmp_path: Path) -> None:
-    """Validation after each iteration; a checkpoint of an epoch, from which a run resumes."""
-    runs = {}
-    for offload in (False, True):
-        data = {"rollout_batch_size": 8, "micro_batch_size": 8, "validation_data": additions(6)}
-        keep = ModelCheckpoint(tmp_path / str(offload), save_top_k=-1, every_n_epochs=1, filename="{epoch}")
-        shared: dict[str, Any] = {"offload": offload, "data_arguments": data, "enable_checkpointing": True}
-        runs[offload] = run(folder, callbacks=[keep], **shared)
-    first = str(tmp_path / "True" / "epoch=0.ckpt")
-    resumed = run(folder, ckpt_path=first, callbacks=[ModelCheckpoint(tmp_path / "resumed")], **shared)
-    assert resumed["digest"] == runs[True]["digest"]
-    assert all(runs[True][name] == runs[False][name] for name in SAME)
-    assert runs[True]["metrics"]["val/reward"] == runs[False]["metrics"]["val/reward"]
 
 
 def test_trainer_validate_leaves_the_weights_on_the_device(folder: Path, tmp_path: Path) -> None:
@@ -81,9 +65,6 @@ def test_trainer_validate_leaves_the_weights_on_the_device(folder: Path, tmp_pat
 
 
 def test_rounds_of_dynamic_sampling_are_one_generating_phase(folder: Path) -> None:
-    def only_odd(samples: Any) -> Any:
-        return [reward * (one.prompt.index % 2) for one, reward in zip(samples, digits(samples), strict=True)]
-
     expected, found = (
         run(folder, offload=offload, reward=only_odd, parts=[DynamicSampling(max_rounds=8)])
         for offload in (False, True)
@@ -95,66 +76,25 @@ def test_rounds_of_dynamic_sampling_are_one_generating_phase(folder: Path) -> No
 
 def test_after_an_error_the_states_are_back(folder: Path) -> None:
     """The engine is closed first, so that there is room."""
-    modules: list[Any] = []
+
+    class Module(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.module = pl_module
 
     def broken(samples: Any) -> Any:
         raise ArithmeticError("the reward is broken")
 
-    class Keep(L.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            modules.append(pl_module)
-
+    kept = Module()
     with pytest.raises(ArithmeticError):
-        run(folder, offload=True, reward=broken, callbacks=[Keep()])
-    assert all(p.untyped_storage().nbytes() for p in modules[0].parameters())
-    assert modules[0].token_logprobs(torch.arange(8)[None]).isfinite().all()
-
-
-def test_a_reward_that_calls_the_policy_gets_its_answer(
-    folder: Path, plain: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    modules: list[Any] = []
-
-    def asks(samples: Any) -> Any:
-        modules[0].token_logprobs(torch.arange(8)[None])
-        return digits(samples)
-
-    class Keep(L.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            modules.append(pl_module)
-
-    found = run(folder, offload=True, reward=asks, callbacks=[Keep()])
-    assert all(found[name] == plain[name] for name in SAME)
-    assert "a forward pass needed training states" in caplog.text
-
-
-@pytest.mark.long
-def test_adapters_and_a_reward_model_that_scores(folder: Path) -> None:
-    """PPO with LoRA on one device: policy and critic are trained, reference and reward model are not."""
-    arguments = {
-        "parts": [RewardModel(reward_model(folder)).plain()],
-        "kl_coef": 0.01,
-        "lora": LoRA(rank=2),
-        "lr": 1e-3,
-    }
-    without, found = (
-        run(folder, offload=offload, module=OwnPPO, module_arguments=arguments) for offload in (False, True)
-    )
-    assert all(found[name] == without[name] for name in SAME)
-    scorer = 4 * (2 * 128 * 64)  # at least: its embeddings and one more matrix stay, as it scores samples
-    assert 0.5 * scorer < found["metrics"]["memory/generate_gib"] * 2**30 < 400_000
-    assert found["metrics"]["memory/train_offloaded_gib"] * 2**30 > 400_000
+        run(folder, offload=True, reward=broken, callbacks=[kept])
+    assert all(p.untyped_storage().nbytes() for p in kept.module.parameters())
+    assert kept.module.token_logprobs(torch.arange(8)[None]).isfinite().all()
 
 
 @pytest.mark.distributed
 def test_two_ranks_learn_the_same(tmp_path: Path) -> None:
     """PPO with an engine each for policy and critic, a reference and a reward model; DDP is in ``rollout/remote``."""
-    for without, found in ranks.run("callbacks.rollout.offload_runs:on_ranks", 2, tmp_path):
-        assert all(found[name] == without[name] for name in SAME)
-        assert found["metrics"]["memory/train_offloaded_gib"] > 4 * found["metrics"]["memory/generate_gib"]
-        assert not any(weights and what in ("wake", "generate") for what, weights, _ in found["log"]) or (
-            found["metrics"]["memory/generate_gib"] > 0  # the reward model stays
-        )
+    ranks.run("callbacks.rollout.offload_runs:on_ranks", 2, tmp_path)
 
 
 def test_by_default_states_move_only_on_shared_gpus(tmp_path: Path) -> None:

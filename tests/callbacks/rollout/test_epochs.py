@@ -15,8 +15,7 @@ from rl_runs import weights
 from strategies import ranks
 from tiny_models import token_logprobs
 
-from callbacks.rollout.capped_runs import Watch
-from callbacks.rollout.epoch_runs import ON_RANKS, PPO_ARGUMENTS, fit
+from callbacks.rollout.capped_runs import ON_RANKS, PPO_ARGUMENTS, fit
 from rlhfkit.callbacks.rollout.micro_batching import plan_iteration
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.data.packing import IterationShape, epoch_order
@@ -48,19 +47,19 @@ class Policies(L.Callback):
 
 @pytest.mark.parametrize("case", CASES)
 def test_old_log_probs_are_those_of_the_policy_before_the_iteration_in_every_epoch(tmp_path: Path, case: str) -> None:
-    policies = Policies()
-    trainer, module, watch, _ = fit(tmp_path, more=[policies], **CASES[case])
-    updates = CASES[case].get("updates", 2)
-    assert trainer.global_step == watch.steps[-1] == 2 * 3 * updates
+    policies, arguments = Policies(), CASES[case]
+    trainer, module, watch = fit(tmp_path, epochs=3, max_epochs=2, callbacks=[policies], **arguments)
+    updates = 3 * arguments.get("updates", 2)
+    assert trainer.global_step == watch.steps[-1] == 2 * updates
+    assert module.at_ratio_one == {0, updates}  # the first of each iteration
     assert len(module.old) == 2 * 3 * 32
     cache: dict[Any, torch.Tensor] = {}
-    for step, group, sample, old in module.old:
-        iteration = step // (3 * updates)
-        key = iteration, group, sample
-        tokens = policies.tokens[iteration][group, sample]
+    for step, *place, old in module.old:
+        key = step // updates, *place
+        tokens = policies.tokens[key[0]][key[1:]]
         if key not in cache:
             with torch.no_grad():
-                cache[key] = token_logprobs(policies.policies[iteration], tokens, CASES[case].get("temperature", 1.0))
+                cache[key] = token_logprobs(policies.policies[key[0]], tokens, arguments.get("temperature", 1.0))
         known = old != 0
         torch.testing.assert_close(old[known], cache[key][known], rtol=0, atol=1e-5)
 
@@ -101,73 +100,50 @@ def test_every_epoch_is_shared_by_all_ranks_also_by_those_that_compute_together(
     for first in (0, 2, 4):
         assert sorted(rows[first] + rows[first + 1]) == list(range(32))
     assert len({frozenset(rows[first]) for first in (0, 2, 4)}) == 3  # in another order each time
-    alone = plan_iteration(summary, shape, 1, seed=5, iteration=2, max_tokens=max_tokens)
-    for update in range(6):  # the same updates on any number of ranks
-        assert sorted(rows[update]) == sorted(
-            row for one in alone.micro_batches[0] if one.update == update and one.trained for row in one.rows
-        )
     for own, trained in zip(plan.own_rows, plan.trained_rows, strict=True):
         assert set(own.tolist()) <= set(trained.tolist())
     assert sorted(torch.cat(plan.own_rows).tolist()) == list(range(32))
 
 
-def test_the_first_epoch_is_bitwise_the_run_of_one(tmp_path: Path) -> None:
-    class Stop(L.Callback):
-        def __init__(self, after: int) -> None:
-            self.after = after
+class FirstEpoch(L.Callback):
+    """The weights after it; of a single update, whose epochs need no forward pass for old log-probs."""
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == self.after:
-                self.weights = weights(pl_module)
+    def __init__(self, updates: int) -> None:
+        self.updates = updates
 
-    for updates in (1, 2):
-        stops = [Stop(updates), Stop(updates)]
-        for epochs, stop in zip((1, 2), stops, strict=True):
-            fit(tmp_path, epochs=epochs, updates=updates, more=[stop], max_epochs=1)
-        for name, tensor in stops[0].weights.items():
-            assert torch.equal(tensor, stops[1].weights[name])
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.updates == 1:
+            pl_module.passes.logprobs = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.updates:
+            self.weights = weights(pl_module)
 
 
-def test_one_update_per_epoch_makes_no_forward_pass_for_old_log_probs(tmp_path: Path) -> None:
-    class Counting(L.Callback):
-        passes = 0
-
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            pl_module.passes.logprobs = self.count
-
-        def count(self, *arguments: Any, **more: Any) -> Any:
-            self.passes += 1
-            raise AssertionError("not needed")
-
-    fit(tmp_path, updates=1, epochs=2, max_epochs=1, more=[Counting()], module_arguments={"kl_coef": 0.0})
-
-
-def test_a_run_resumed_inside_a_later_epoch_is_bitwise_the_straight_one(tmp_path: Path) -> None:
-    path = tmp_path / "saved.ckpt"
-    arguments = PPO_ARGUMENTS | {"epochs": 2, "max_epochs": 2}
-    _, module, straight, _ = fit(tmp_path, **arguments, watch=Watch(path, after=10))
-    _, resumed, rest, _ = fit(tmp_path, **arguments, resume=str(path))
-    assert rest.rows == straight.rows[-len(rest.rows) :]
-    assert rest.steps[-1] == straight.steps[-1]
-    for name, tensor in weights(module).items():
-        assert torch.equal(tensor, weights(resumed)[name]), name
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_first_epoch_is_bitwise_the_run_of_one(tmp_path: Path, updates: int) -> None:
+    one, first = FirstEpoch(updates), FirstEpoch(updates)
+    for epochs, callback in ((1, one), (2, first)):
+        arguments: dict[str, Any] = {"module_arguments": {"kl_coef": 0.0}, "max_epochs": 1, "updates": updates}
+        fit(tmp_path, epochs=epochs, callbacks=[callback], **arguments)
+    for name, tensor in one.weights.items():
+        assert torch.equal(tensor, first.weights[name])
 
 
 @pytest.mark.distributed
 def test_any_number_of_ranks_trains_on_the_same_updates(tmp_path: Path) -> None:
-    runs = {
-        "ddp": ["two updates, PPO", "one update", "two updates, pairs", "capped"],
-        "rlhf_zero2": ["capped", "capped, pairs"],
-    }
-    reports = ranks.run("callbacks.rollout.epoch_runs:on_ranks", 2, tmp_path, runs=runs)
-    for strategy, names in runs.items():
-        for name in names:
-            trainer, _, watch, _ = fit(tmp_path, **ON_RANKS[name])
-            for report in reports:
-                found = report[f"{strategy}, {name}"]
-                assert found["steps"] == trainer.global_step
-                assert found["weights"] == pytest.approx(watch.weights, rel=1e-5), name
-                assert found["tokens"] <= ON_RANKS[name].get("cap", math.inf)
-    for report in reports:  # saved after 7 of 8 micro-batches: three of the four updates are not made again
-        found = report["rlhf_zero2, capped, resumed"]
-        assert found == {"same weights": True, "same rows": True, "batches": 6}
+    ddp = ("two updates, PPO", "one update", "two updates, pairs", "capped")
+    runs = [*(("ddp", name) for name in ddp), ("rlhf_zero2", "capped"), ("rlhf_zero2", "capped, pairs")]
+    runs += [("rlhf_zero2", "scattered"), ("rlhf_zero3", "scattered")]
+    alone = {name: fit(tmp_path, **ON_RANKS[name]) for name in ON_RANKS}
+    for reports in ranks.run("callbacks.rollout.capped_runs:on_ranks", 2, tmp_path, runs=runs):
+        for (_, name), found in zip(runs, reports, strict=True):
+            trainer, _, watch = alone[name]
+            assert found["steps"] == trainer.global_step
+            assert found["weights"] == pytest.approx(watch.weights, rel=1e-5), name
+            assert max(map(max, found["sizes"])) <= max(ON_RANKS[name].get("cap", math.inf), max(map(max, watch.sizes)))
+            if name == "scattered":
+                assert (watch.accumulated, found["accumulated"]) == ([9, 9], [5, 5])  # 10 of two ranks for 9 samples
+                for metric, value in trainer.callback_metrics.items():
+                    if not metric.startswith("time/"):
+                        assert found["metrics"][metric] == pytest.approx(float(value), rel=1e-4, abs=2e-6), metric

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,22 +43,18 @@ def test_logits_that_are_rounded_pass_and_those_of_other_weights_do_not(dtype: t
     assert bounds.measure(others) > bounds.fail > bounds.warn
 
 
-def test_tf32_is_not_held_to_float32() -> None:
+def test_tf32_is_not_held_to_float32_and_a_tolerance_replaces_bounds_and_not_the_statistic() -> None:
     assert ProbeBounds.of(torch.float32, tf32=True) == ProbeBounds.of(torch.float16)
     assert ProbeBounds.of(torch.float64, tf32=True) == ProbeBounds.of(torch.float64)
-
-
-def test_a_tolerance_replaces_both_bounds_and_not_the_statistic() -> None:
     assert ProbeBounds.of(torch.bfloat16, 0.7) == ("mean", 0.7, 0.7)
     assert ProbeBounds.of(torch.float32, 0.0) == ("max", 0.0, 0.0)
 
 
-def test_nan_passes_no_bound_and_no_tokens_pass_all() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        bounds = ProbeBounds.of(dtype)
-        assert math.isnan(bounds.measure(torch.tensor([0.0, math.nan])))
-        assert not math.nan <= bounds.fail
-        assert bounds.measure(torch.tensor([])) == 0.0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_passes_no_bound_and_no_tokens_pass_all(dtype: torch.dtype) -> None:
+    bounds = ProbeBounds.of(dtype)
+    assert not bounds.measure(torch.tensor([0.0, math.nan])) <= bounds.fail
+    assert bounds.measure(torch.tensor([])) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -115,7 +112,10 @@ def test_a_small_mean_difference_is_fine_a_larger_one_warned_of_and_a_large_one_
 
 
 class Several(Shifted):
-    """Three engines, of which one has other weights."""
+    """Three engines, of which one has other weights; none may be asked for samples."""
+
+    def generate(self, *arguments: Any, **more: Any) -> list[Sample]:
+        raise AssertionError("samples of other weights")
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
         right = LocalEngine.score(self, sequences)

@@ -1,13 +1,13 @@
-"""Engines that lose their weights get the current ones again, and the run continues with the same samples."""
+"""Engines that lose their weights get the current ones again, and the run continues with the same samples.
+
+On several ranks: ``sharing_ranks.py``.
+"""
 
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
-import torch
-from rl_runs import RANK, PlainGRPO, additions, digits, fit_run, on_all_ranks, samples_of_all_ranks, weights
-from strategies import ranks
+from rl_runs import Iterations, PlainGRPO, additions, digits, fit_run
 
 from rlhfkit import Ahead, DynamicSampling, Episodes, LocalEngine, RolloutCallback, SamplingSpec
 from rlhfkit.episodes import Action, Environment, Step
@@ -47,28 +47,18 @@ class Once(Environment):
         return Step(reward=sum(letter.isdigit() for letter in action.text) / 8, done=True)
 
 
-def run(folder: Path, engine: Any, *, group: Any = None, validate: bool = False, **options: Any) -> Any:
-    """Two iterations; what was trained on, and the weights."""
-    folder.mkdir(exist_ok=True)
-    rollouts = RolloutCallback(digits, engine=engine, group=group, sampling=SPEC, **options)
-    seen: list[tuple[int, list[tuple[int, list[int]]]]] = []
-
-    class Look(L.Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            seen.append(
-                (
-                    trainer.global_step,
-                    [(one.prompt.index, one.token_ids.tolist()) for one in samples_of_all_ranks(rollouts)],
-                )
-            )
-
-    data: dict[str, Any] = {"rollout_batch_size": 8, "micro_batch_size": 8}
-    if validate:
-        data["validation_data"] = additions(4)
-    _, module, _ = fit_run(
-        folder, module=PlainGRPO, rollouts=rollouts, callbacks=[Look()], data_arguments=data, max_epochs=3
+def run(folder: Path, engine: Any, *, group: Any = None, validate: bool = False, **options: Any) -> Iterations:
+    """Three iterations."""
+    seen = Iterations()
+    fit_run(
+        folder,
+        module=PlainGRPO,
+        rollouts=RolloutCallback(digits, engine=engine, group=group, sampling=SPEC, **options),
+        callbacks=[seen],
+        data_arguments={"validation_data": additions(4)} if validate else None,
+        max_epochs=3,
     )
-    return seen, weights(module), rollouts
+    return seen
 
 
 @pytest.mark.parametrize("case", ["plain", "validation", "dynamic sampling", "episodes"])
@@ -76,13 +66,12 @@ def test_a_run_that_takes_turns_is_bitwise_the_undisturbed_one(tmp_path: Path, c
     options: dict[str, Any] = {"validate": case == "validation"}
     if case == "dynamic sampling":
         options["parts"] = [DynamicSampling()]
-    results = []
-    for engine in (Forgetful(), Forgetful(1, 3, 4)):
-        group = Episodes(Once) if case == "episodes" else None
-        results.append((*run(tmp_path, engine, group=group, **options), engine))
-    (seen, expected, _, calm), (again, tensors, _, disturbed) = results
-    assert again == seen
-    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    calm, disturbed = Forgetful(), Forgetful(1, 3, 4)
+    expected, found = (
+        run(tmp_path, engine, group=Episodes(Once) if case == "episodes" else None, **options)
+        for engine in (calm, disturbed)
+    )
+    assert (found.began, found.tokens, found.weights) == (expected.began, expected.tokens, expected.weights)
     losses = 1 if case == "episodes" else 3  # episodes that play side by side lose and get them together
     assert disturbed.loads >= calm.loads + losses
     assert disturbed.calls > calm.calls
@@ -91,44 +80,27 @@ def test_a_run_that_takes_turns_is_bitwise_the_undisturbed_one(tmp_path: Path, c
 @pytest.mark.parametrize(("loses_at", "in_flight"), [(2, False), (3, True)])
 def test_sampling_ahead_begins_anew_with_the_same_prompts(tmp_path: Path, loses_at: int, in_flight: bool) -> None:
     options: dict[str, Any] = {"parts": [Ahead(1, in_flight=in_flight)]}
-    seen, *_ = run(tmp_path, Forgetful(), **options)
+    seen = run(tmp_path, Forgetful(), **options)
     engine = Forgetful(loses_at)
-    again, _, rollouts = run(tmp_path, engine, **options)
-    assert [[index for index, _ in rows] for _, rows in again] == [[index for index, _ in rows] for _, rows in seen]
+    again = run(tmp_path, engine, **options)
+    assert again.prompts == seen.prompts
     assert not engine.lost
-    assert all(
-        min(sample.versions.tolist()) >= 2 for sample in rollouts.samples
-    )  # of the last iteration: one older at most
+    assert all(min(sample.versions.tolist()) >= 2 for sample in again.samples[-1])  # one iteration older at most
 
 
-def test_an_error_without_hope_ends_the_run(tmp_path: Path) -> None:
+def test_an_error_without_hope_ends_the_run_and_frees_the_engine(tmp_path: Path) -> None:
     class Hopeless(Forgetful):
+        closed = False
+
         def stream(self, sampling: SamplingSpec, *, iteration: int) -> Any:
             raise EngineError("all are dead for good")
+
+        def close(self) -> None:
+            super().close()
+            self.closed = True
 
     engine = Hopeless()
     with pytest.raises(EngineError, match="dead for good"):
         run(tmp_path, engine)
     assert engine.loads == 1
-
-
-def on_two_ranks(folder: Path) -> dict[str, Any]:
-    """A rank: rank 0's requests find no weights twice; all ranks take part in sending them."""
-    results: dict[str, Any] = {}
-    for name, loses_at in (("calm", ()), ("disturbed", (1, 3))):
-        engine = Forgetful(*(loses_at if RANK == 0 else ()))
-        _, module, _ = fit_run(
-            folder / f"rank{RANK}", module=PlainGRPO, data_arguments={"micro_batch_size": 4},
-            rollouts=RolloutCallback(digits, engine=engine, sampling=SPEC), **on_all_ranks("rlhf_zero2"),
-        )  # fmt: skip
-        total = sum(float(tensor.double().abs().sum()) for tensor in weights(module).values())
-        results[name] = [total, engine.loads]
-    return results
-
-
-@pytest.mark.distributed
-def test_all_ranks_send_the_weights_that_rank_0_needs(tmp_path: Path) -> None:
-    for report in ranks.run("callbacks.rollout.test_recovery:on_two_ranks", 2, tmp_path):
-        (calm, loads), (disturbed, again) = report["calm"], report["disturbed"]
-        assert disturbed == calm
-        assert again == loads + 2
+    assert engine.closed

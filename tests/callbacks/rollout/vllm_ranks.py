@@ -1,46 +1,45 @@
 """Two ZeRO-3 ranks on Ray with one real vLLM engine, for ``test_callback_vllm.py``."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-from rl_runs import PlainGRPO, digits, fit_run, samples_of_all_ranks
+from rl_runs import Iterations, PlainGRPO, digits, fit_run
 
 from rlhfkit import Ahead, Invariants, LoRA, RolloutCallback, SamplingSpec, VLLMPool
 from rlhfkit.callbacks import Probe
 from rlhfkit.distributed import get_rank, get_world_size
+from rlhfkit.models import load_causal_lm
 from rlhfkit.modules.parts import Correction
-from rlhfkit.rollout import HealthPolicy, ModuleWeights
+from rlhfkit.rollout import HealthPolicy
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 
-class Keep(L.Callback):
-    """What every iteration was trained on, how old it was, how well the weights arrived, and the final weights."""
+class Keep(Iterations):
+    """Checks each iteration; in the end each rank writes all samples, their versions and the weights."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.report: dict[str, Any] = {"tokens": [], "versions": [], "probes": [], "own": [], "ranks": []}
+    def __init__(self, folder: Path, model: Path) -> None:
+        super().__init__()
+        self.folder, self.model = folder, model
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
         rollouts = RolloutCallback.of(trainer)
-        samples = samples_of_all_ranks(rollouts)
-        self.report["tokens"].append([(one.prompt.index, one.sample_index, one.token_ids.tolist()) for one in samples])
-        self.report["versions"].append([sorted({version for one in samples for version in one.versions.tolist()})])
-        self.report["probes"].append(rollouts.part(Probe).difference)
-        self.report["sync_bytes"] = rollouts.sync_metrics["rollout/sync_bytes"]
-        self.report["own"].append(len(rollouts.samples))
-        self.report["ranks"] = [get_rank(), get_world_size()]
+        assert get_world_size() == 2
+        assert len(rollouts.samples) == 16  # of 8 groups of 4
+        assert rollouts.part(Probe).difference <= 1e-5  # type: ignore[union-attr]
+        assert max(version for one in self.samples[-1] for version in one.versions.tolist()) <= self.began[-1]
+        whole = sum(parameter.nbytes for parameter in load_causal_lm(str(self.model)).parameters())
+        assert rollouts.sync_metrics["rollout/sync_bytes"] < 0.2 * whole
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        import json
-
-        weights = [float(tensor.double().abs().sum()) for _, tensor in ModuleWeights(pl_module.policy)]
-        report = self.report | {"weights": weights}
-        self.path.with_name(f"{self.path.name}.{get_rank()}.json").write_text(json.dumps(report))
+        super().on_train_end(trainer, pl_module)
+        versions = [one.versions.tolist() for samples in self.samples for one in samples]
+        (self.folder / f"rank_{get_rank()}.json").write_text(json.dumps([self.tokens, versions, self.weights]))
 
 
 def fit(folder: Path, model: Path) -> None:
-    """Two iterations in flight, on ranks that are Ray actors; each writes a report beside ``folder / "run"``."""
+    """Two iterations in flight, on ranks that are Ray actors; each writes a report into the folder."""
     rollouts = RolloutCallback(
         digits,
         # It is started for this policy, so that it gets the adapter alone.
@@ -52,7 +51,7 @@ def fit(folder: Path, model: Path) -> None:
         folder,
         model=model,
         rollouts=rollouts,
-        callbacks=[Invariants(), Keep(folder / "run")],
+        callbacks=[Invariants(), Keep(folder, model)],
         module=PlainGRPO,
         module_arguments={"lr": 0.05, "parts": [Correction("tis").plain()], "lora": LoRA(rank=4)},
         data_arguments={"micro_batch_size": 16},

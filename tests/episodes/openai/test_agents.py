@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from lazy_module import LazyModule
@@ -53,16 +54,9 @@ def runner(model: Path) -> Iterator[GroupRunner]:
 def run(runner: GroupRunner, agent: Any, prompts: list[Prompt], **settings: Any) -> list[Sample]:
     """With another agent and other settings for this once."""
     group: Any = runner.function
-    group.agent = agent
-    before = {name: getattr(group, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            setattr(group, name, value)
-        group._slots.clear()
+    group._slots.clear()
+    with mock.patch.multiple(group, agent=agent, **settings):
         return runner.generate(prompts, SAMPLING, iteration=1)
-    finally:
-        for name, value in before.items():
-            setattr(group, name, value)
 
 
 def test_samples_are_what_the_engine_saw(runner: GroupRunner) -> None:
@@ -81,31 +75,34 @@ def test_samples_are_what_the_engine_saw(runner: GroupRunner) -> None:
         assert sample.reward == len(text) - len("\n[u]?\n[a]")
 
 
-def test_samples_do_not_depend_on_how_many_agents_run_at_once(runner: GroupRunner) -> None:
-    prompts = prompts_of(["1", "22", "333"])
-    whole = [sample.token_ids.tolist() for sample in run(runner, talker, prompts)]
-    assert [sample.token_ids.tolist() for sample in run(runner, talker, prompts, concurrency=1)] == whole
-    assert [sample.token_ids.tolist() for sample in run(runner, talker, prompts[2:])] == whole[4:]
+def tokens(samples: list[Sample]) -> list[list[int]]:
+    return [sample.token_ids.tolist() for sample in samples]
 
 
-def test_agents_that_ask_several_things_at_once_are_as_reproducible(runner: GroupRunner) -> None:
+def test_samples_do_not_depend_on_how_many_agents_run_at_once_nor_on_the_order_of_their_requests(
+    runner: GroupRunner,
+) -> None:
+    delays = 0
+
     async def crowd(connection: AgentConnection, prompt: Prompt) -> float:
+        """Asks several things at once."""
+
         async def one(number: int) -> None:
             await asyncio.sleep(0.01 * (number + delays) % 0.03)
-            message = {"role": "user", "content": str(number)}
+            message = {"role": "user", "content": prompt.text + str(number)}
             await client.chat.completions.create(model="policy", messages=[message], max_tokens=3 + number)
 
         async with connection.client() as client:
             await asyncio.gather(*map(one, range(3)))
         return 1.0
 
-    delays = 0
-    first = run(runner, crowd, prompts_of(["1"]))
+    prompts = prompts_of(["1", "22", "333"])
+    whole = run(runner, crowd, prompts)
+    assert {sample.info["trajectories"] for sample in whole} == {3}
     delays = 1
-    assert [sample.token_ids.tolist() for sample in run(runner, crowd, prompts_of(["1"]))] == [
-        s.token_ids.tolist() for s in first
-    ]
-    assert {sample.info["trajectories"] for sample in first} == {3}
+    assert tokens(run(runner, crowd, prompts)) == tokens(whole)
+    assert tokens(run(runner, crowd, prompts, concurrency=1)) == tokens(whole)
+    assert tokens(run(runner, crowd, prompts[2:])) == tokens(whole)[4:]
 
 
 def test_agents_that_fail_lose_their_own_episode_only(runner: GroupRunner) -> None:
