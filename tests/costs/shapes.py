@@ -8,10 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3
 from rlhfkit.costs.model_shape import ModelShape, model_shape
 from rlhfkit.costs.run import EngineShape, Run, Sharding, find_gpu
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
-}  # fmt: skip
+SIZES: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "tied llama": LlamaConfig(**SIZES, tie_word_embeddings=True),

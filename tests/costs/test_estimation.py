@@ -39,6 +39,8 @@ from rlhfkit.costs import GPU, MemoryCheck, estimate
 from rlhfkit.costs.description import sharding_of
 from rlhfkit.costs.estimation import estimate_run, forward_flops, memory_warning, train_flops
 from rlhfkit.costs.memory import TRAINING
+from rlhfkit.costs.model_shape import model_shape
+from rlhfkit.costs.run import Sharding
 from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.models.lora import save_adapter
 from rlhfkit.modules.parts import Critic, Reference, RewardModel
@@ -66,9 +68,9 @@ def prompts(**changes: Any) -> PromptDataModule:
     return PromptDataModule([{"prompt": "1+1="}], **(arguments | changes))
 
 
-def rollouts(**changes: Any) -> RolloutCallback:
-    arguments: dict[str, Any] = {"sampling": SamplingSpec(group_size=4, max_new_tokens=32)}
-    return RolloutCallback(lambda samples: [1.0 for _ in samples], **(arguments | changes))
+def rollouts(*, max_new_tokens: int = 32, **changes: Any) -> RolloutCallback:
+    sampling = SamplingSpec(group_size=4, max_new_tokens=max_new_tokens)
+    return RolloutCallback(**{"reward": lambda samples: [1.0 for _ in samples], "sampling": sampling} | changes)
 
 
 def roles(found: Any) -> set[str]:
@@ -134,20 +136,14 @@ def test_a_folder_with_an_adapter_is_its_base_model_and_the_adapter(folder: str,
     assert critic.adapters == 0  # load_scalar_model makes the critic of the base model, and trains all of it
 
 
-def test_frozen_weights_of_4_bits_are_small(wide: str) -> None:
-    small, plain = (
-        estimate(SFTModule(wide, lora=rlhfkit.LoRA(), loading=ModelLoading(quantization=quantization)))
-        for quantization in ("nf4", None)
-    )
-    assert small.run.policy.quantized > 0.5 * small.run.policy.parameters
-    assert small.peak[TRAINING] < plain.peak[TRAINING]
-
-
-def test_targets_that_are_no_layers_are_refused_and_parts_of_names_found(wide: str) -> None:
-    lora = rlhfkit.LoRA(rank=2, targets=("self_attn.q_proj",))
-    assert estimate(SFTModule(wide, lora=lora)).run.policy.adapters == 2 * 2 * (128 + 128)
+def test_the_policy_is_what_is_trained_of_the_model(wide: str) -> None:
+    loading, lora = ModelLoading(quantization="nf4"), rlhfkit.LoRA(rank=2, targets=("self_attn.q_proj",))
+    found = estimate(SFTModule(wide, lora=lora, loading=loading)).run.policy
+    assert found == model_shape(wide, lora=lora, quantization="nf4")
+    assert found.adapters == 2 * 2 * (128 + 128)  # the name is a part of those of the layers
     with pytest.raises(ValueError, match="LlamaForCausalLM has no linear layers of these names"):
         estimate(SFTModule(wide, lora=rlhfkit.LoRA(targets=("qkv",))))
+    assert estimate(RewardModule(wide)).run.policy == model_shape(wide).with_scalar_head() != model_shape(wide)
 
 
 @pytest.mark.parametrize(
@@ -174,24 +170,23 @@ def test_a_local_engine_has_weights_of_its_own_where_it_cannot_use_the_policys(
     assert weights == (2 * found.run.policy.parameters if copies else 0)
 
 
-def test_offline_modules_need_no_callback(folder: str) -> None:
-    data = SFTDataModule([{"text": "1+1=2"}], max_length=64, micro_batch_size=4)
-    found = estimate(SFTModule(folder), data, devices=2, strategy="rlhf_zero1", accumulate_grad_batches=3)
-    assert roles(found) == {"policy"}
-    assert found.run.micro_batch_tokens == 4 * 64
-    assert found.run.sequences == 2 * 3 * 4
-    capped = SFTDataModule([{"text": "1+1=2"}], max_length=64, max_tokens_per_micro_batch=128)
-    assert estimate(SFTModule(folder), capped).run.micro_batch_tokens == 128
+def test_a_micro_batch_has_its_rows_or_the_tokens_of_its_ranks(folder: str) -> None:
+    def tokens(*described: Any, **options: Any) -> float:
+        return estimate(*described, **options).run.micro_batch_tokens
 
-
-def test_pairs_have_two_sequences(folder: str) -> None:
-    data = PreferenceDataModule([{"prompt": "a", "chosen": "b", "rejected": "c"}], max_length=64, micro_batch_size=4)
-    assert estimate(DPOModule(folder), data).run.micro_batch_tokens == 8 * 64
-
-
-def test_a_reward_model_has_no_output_layer(folder: str) -> None:
-    found = estimate(RewardModule(folder))
-    assert "logits head" not in {part.part for part in found.memory}
+    capped = prompts(max_tokens_per_micro_batch=64, micro_batch_size=None)
+    own, group = GRPOModule(folder), RLHFDeepSpeedStrategy(stage=2, sequence_parallel_size=2)
+    assert tokens(own, prompts(), rollouts(), strategy=group, devices=4) == 8 * (32 + 16 / 4)  # a prompt for four
+    assert tokens(own, capped, rollouts()) == 64
+    assert tokens(own, capped, rollouts(), strategy=group, devices=4) == 2 * 64
+    assert tokens(own, capped, rollouts(max_new_tokens=100)) == 116  # which is never divided
+    texts = {"data": [{"text": "1+1=2"}], "max_length": 64}
+    assert tokens(SFTModule(folder), SFTDataModule(**texts, micro_batch_size=4)) == 4 * 64
+    assert tokens(SFTModule(folder), SFTDataModule(**texts, max_tokens_per_micro_batch=128)) == 128
+    pairs = PreferenceDataModule([dict.fromkeys(("prompt", "chosen", "rejected"), "a")], max_length=64)
+    assert tokens(DPOModule(folder), pairs) == 2 * pairs.micro_batch_size * 64
+    step = estimate(SFTModule(folder), SFTDataModule(**texts, micro_batch_size=4), devices=2, accumulate_grad_batches=3)
+    assert step.run.sequences == 2 * 3 * 4
 
 
 def test_a_pool_keeps_its_sizes_inside_wrappers(wide: str) -> None:
@@ -205,12 +200,6 @@ def test_a_pool_keeps_its_sizes_inside_wrappers(wide: str) -> None:
     assert engine.memory_share == 0.5
 
 
-def test_sizes_that_engines_refuse_come_first(wide: str) -> None:
-    found = estimate(GRPOModule(wide), prompts(), rollouts(engine=VLLMPool(1, 3)))
-    assert found.first_problem is not None
-    assert "tensor_parallel_size=3 must divide its" in found.first_problem
-
-
 def test_training_states_leave_the_gpus_of_colocated_engines_unless_told_otherwise(wide: str) -> None:
     pool = VLLMPool(colocate=True)
     for given, expected in ((None, True), (False, False)):
@@ -219,59 +208,30 @@ def test_training_states_leave_the_gpus_of_colocated_engines_unless_told_otherwi
     assert not estimate(GRPOModule(wide), prompts(), rollouts()).run.offload_training
 
 
-def test_the_cap_of_a_micro_batch_bounds_memory(folder: str) -> None:
-    capped = prompts(max_tokens_per_micro_batch=64, micro_batch_size=None, updates_per_iteration=2)
-    run = estimate(GRPOModule(folder), capped, rollouts()).run
-    assert run.micro_batch_tokens == 64
-    longer = rollouts(sampling=SamplingSpec(group_size=4, max_new_tokens=100))
-    assert estimate(GRPOModule(folder), capped, longer).run.micro_batch_tokens == 116
-
-
 @pytest.mark.parametrize(
-    ("strategy", "stage", "optimizer", "parameters"),
+    ("strategy", "expected"),
     [
-        ("auto", None, False, False),
-        ("rlhf_zero0", 0, False, False),
-        ("rlhf_zero2_offload", 2, True, False),
-        ("rlhf_zero3_offload", 3, True, True),
+        ("auto", Sharding(ranks=4)),
+        ("rlhf_zero0", Sharding(ranks=4, stage=0)),
+        ("rlhf_zero2_offload", Sharding(ranks=4, stage=2, offload_optimizer=True)),
+        ("rlhf_zero3_offload", Sharding(ranks=4, stage=3, offload_optimizer=True, offload_parameters=True)),
         # Made in the test: it imports DeepSpeed, which no other file needs while tests are collected.
-        (lambda: RLHFDeepSpeedStrategy(stage=1, reduce_bucket_size=5), 1, False, False),
+        (
+            lambda: RLHFDeepSpeedStrategy(stage=1, reduce_bucket_size=5, sequence_parallel_size=2),
+            Sharding(ranks=4, stage=1, bucket=5, sequence=2),
+        ),
+        (lambda: SequenceParallelDDPStrategy(4), Sharding(ranks=4, sequence=4)),
     ],
 )
-def test_strategies_are_known_by_name_and_as_objects(
-    strategy: Any, stage: int | None, optimizer: bool, parameters: bool
-) -> None:
-    strategy = strategy() if callable(strategy) else strategy
-    found = sharding_of(strategy, 4)
-    assert (found.stage, found.offload_optimizer, found.offload_parameters) == (stage, optimizer, parameters)
-    assert found.ranks == 4
-    assert found.bucket == (5 if isinstance(strategy, RLHFDeepSpeedStrategy) else 200_000_000)
+def test_strategies_are_known_by_name_and_as_objects(strategy: Any, expected: Sharding) -> None:
+    assert sharding_of(strategy() if callable(strategy) else strategy, 4) == expected
 
 
-def test_the_strategy_says_which_ranks_compute_together(folder: str) -> None:
-    found = sharding_of(RLHFDeepSpeedStrategy(stage=3, sequence_parallel_size=2), 8)
-    assert (found.sequence, found.tensor, found.data) == (2, 1, 4)
-    plain = sharding_of(SequenceParallelDDPStrategy(4), 8)
-    assert (plain.stage, plain.sequence, plain.data) == (None, 4, 2)
-    with pytest.raises(ValueError, match="which does not divide the 3 rank"):
-        estimate(SFTModule(folder), strategy=RLHFDeepSpeedStrategy(sequence_parallel_size=2), devices=3)
-
-
-@pytest.mark.parametrize(
-    ("own", "machines"), [({"launcher": "ray", "num_nodes": 4}, 4), ({"launcher": "ray"}, 2), ({}, 2)]
-)
+@pytest.mark.parametrize(("own", "machines"), [({"num_nodes": 4}, 4), ({}, 2)])
 def test_machines_of_the_strategy_go_before_those_of_the_trainer(folder: str, own: Any, machines: int) -> None:
-    found = estimate(SFTModule(folder), strategy=RLHFDeepSpeedStrategy(stage=3, **own), devices=2, num_nodes=2)
+    strategy = RLHFDeepSpeedStrategy(stage=3, launcher="ray", **own)
+    found = estimate(SFTModule(folder), strategy=strategy, devices=2, num_nodes=2)
     assert found.run.sharding.ranks == found.run.gpus == 2 * machines
-
-
-def test_micro_batches_of_a_group_have_its_rows_or_the_tokens_of_its_ranks(folder: str) -> None:
-    strategy = RLHFDeepSpeedStrategy(stage=2, sequence_parallel_size=2)
-    module = GRPOModule(folder)
-    run = estimate(module, prompts(), rollouts(), strategy=strategy, devices=4).run
-    assert run.micro_batch_tokens == pytest.approx(8 * run.tokens / run.sequences)  # eight rows of a group
-    capped = prompts(max_tokens_per_micro_batch=64, micro_batch_size=None)
-    assert estimate(module, capped, rollouts(), strategy=strategy, devices=4).run.micro_batch_tokens == 128
 
 
 def test_a_report_is_a_table_and_json() -> None:
@@ -295,10 +255,12 @@ def test_a_report_is_a_table_and_json() -> None:
 
 
 def test_sizes_that_contradict_are_problems(folder: str) -> None:
-    uneven = estimate(GRPOModule(folder), prompts(rollout_batch_size=7), rollouts(), devices=3)
-    assert "rollout_batch_size" in str(uneven.first_problem)
-    long = rollouts(sampling=SamplingSpec(group_size=4, max_new_tokens=600))
-    assert "exceed the model's context of 512" in str(estimate(GRPOModule(folder), prompts(), long).first_problem)
+    for data, callback, devices, problem in (
+        (prompts(rollout_batch_size=7), rollouts(), 3, "rollout_batch_size"),
+        (prompts(), rollouts(max_new_tokens=600), 1, "exceed the model's context of 512"),
+        (prompts(), rollouts(engine=VLLMPool(1, 3)), 1, "tensor_parallel_size=3 must divide its"),
+    ):
+        assert problem in str(estimate(GRPOModule(folder), data, callback, devices=devices).first_problem)
 
 
 def test_several_teachers_and_reward_models_are_counted_each_where_it_is(folder: str) -> None:
@@ -306,8 +268,9 @@ def test_several_teachers_and_reward_models_are_counted_each_where_it_is(folder:
     found = estimate(OnPolicyDistillationModule(folder, teacher=teachers), prompts(), rollouts())
     assert {"teacher", "teacher 1", "teacher 2"} <= roles(found)
     rewards = {"a": folder, "b": ModelPool(folder), "c": folder, "d": ModelPool(folder, num_replicas=2)}
-    callback = RolloutCallback(engine=VLLMPool(), sampling=SamplingSpec(group_size=4, max_new_tokens=32))
-    found = estimate(GRPOModule(folder, parts=[RewardModel(rewards)]), prompts(), callback)
+    found = estimate(
+        GRPOModule(folder, parts=[RewardModel(rewards)]), prompts(), rollouts(engine=VLLMPool(), reward=None)
+    )
     held = {part.role: part.bytes for part in found.memory if part.place == TRAINING and part.part == "weights"}
     assert held["reward model a"] == held["reward model c"] == pytest.approx(2 * held["policy"] / 2, rel=0.2)
     assert {"reward model b GPU", "reward model d GPU"} <= set(found.peak)
@@ -353,9 +316,8 @@ def test_times_are_within_a_factor_of_two_of_a_published_run() -> None:
     assert published / 2 < seconds < published * 2
 
 
-def test_more_gpus_and_shorter_answers_take_less_time_and_sampling_ahead_the_longer_side() -> None:
+def test_shorter_answers_take_less_time_and_sampling_ahead_the_longer_side() -> None:
     base, ahead = estimate_run(grpo_70b()), estimate_run(grpo_70b(max_staleness=1))
-    assert base.first_problem is None
     assert estimate_run(grpo_70b(answer_tokens=1000.0)).seconds["generate"] < base.seconds["generate"]
     learning = base.seconds["prepare"] + base.seconds["train"]
     assert base.iteration_seconds == pytest.approx(base.seconds["generate"] + learning)
@@ -373,6 +335,7 @@ def test_more_gpus_and_shorter_answers_take_less_time_and_sampling_ahead_the_lon
         ({"strategy": "fsdp"}, "fsdp", "auto, ddp, single_device, rlhf_zero0"),
         ({"answer_tokens": -1.0}, "-1.0", "above 0"),
         ({"data": None}, "GRPOModule", "PromptDataModule"),
+        ({"strategy": SequenceParallelDDPStrategy(2), "devices": 3}, "3", "which does not divide the 3 rank"),
     ],
 )
 def test_bad_arguments_are_refused(folder: str, arguments: dict[str, Any], given: str, allowed: str) -> None:
@@ -380,9 +343,6 @@ def test_bad_arguments_are_refused(folder: str, arguments: dict[str, Any], given
     with pytest.raises(ValueError, match=given) as refused:
         estimate(GRPOModule(folder), **fields)
     assert allowed in str(refused.value)
-
-
-def test_a_gpu_has_positive_numbers() -> None:
     with pytest.raises(ValueError, match=r"GPU.bandwidth .* 0"):
         GPU("mine", 1.0, 1.0, 0.0)
 
@@ -392,37 +352,31 @@ def test_a_gpu_has_positive_numbers() -> None:
 
 def trainer_of(module: Any, data: Any, *callbacks: Any, **arguments: Any) -> L.Trainer:
     trainer = L.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[MemoryCheck(), *callbacks], **arguments
+        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[*callbacks], **arguments
     )
     trainer.datamodule = data  # type: ignore[attr-defined]  # as trainer.fit sets it
     return trainer
 
 
-@pytest.mark.parametrize("kind", ["supervised", "own samples"])
-def test_the_fullest_phase_is_compared_with_the_free_memory(folder: str, kind: str) -> None:
-    module: Any = SFTModule(folder) if kind == "supervised" else GRPOModule(folder)
+@pytest.mark.parametrize("module", [SFTModule, GRPOModule])
+def test_the_fullest_phase_is_compared_with_the_free_memory(folder: str, module: Any) -> None:
+    made = module(folder)
     given: list[Any] = [SFTDataModule([{"prompt": "1+1=", "completion": "2"}])]
-    given = given if kind == "supervised" else [prompts(), rollouts()]
+    given = given if module is SFTModule else [prompts(), rollouts()]
     options: dict[str, Any] = {"strategy": RLHFDeepSpeedStrategy(stage=2), "devices": 4, "precision": "bf16-true"}
-    trainer = trainer_of(module, *given, **options)
-    peak = estimate(module, *given, gpu=GPU("toy", 1e12, 1.0, 1.0), **options).peak[TRAINING]
-    assert memory_warning(trainer, module, "toy", peak / 0.85) is None
-    near, far = (memory_warning(trainer, module, "toy", peak / share) for share in (0.95, 1.3))
-    assert near is not None
-    assert far is not None
-    assert "toy" in near
-    assert "95%" in near
-    assert "process: CUDA and NCCL 1.5 GiB" in near
+    trainer = trainer_of(made, *given, **options)
+    peak = estimate(made, *given, gpu=GPU("toy", 1e12, 1.0, 1.0), **options).peak[TRAINING]
+    assert memory_warning(trainer, made, "toy", peak / 0.85) is None
+    near, far = (str(memory_warning(trainer, made, "toy", peak / share)) for share in (0.95, 1.3))
+    for said in ("toy", "95%", "process: CUDA and NCCL 1.5 GiB"):
+        assert said in near
     assert near.split("toy")[0] != far.split("toy")[0]  # it may not fit, and will probably not
 
 
-def test_what_cannot_be_estimated_is_not_warned_of(folder: str) -> None:
+def test_what_cannot_be_estimated_and_cpus_are_not_warned_of(folder: str) -> None:
     module = GRPOModule(folder)
-    assert memory_warning(trainer_of(module, None), module, "toy", 1.0) is None  # the run fails on its own
-
-
-def test_nothing_is_estimated_on_cpus(folder: str) -> None:
-    module = SFTModule(folder)
+    trainer = trainer_of(module, None)
+    assert memory_warning(trainer, module, "toy", 1.0) is None  # the run fails on its own
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        MemoryCheck().setup(trainer_of(module, None), module, "fit")
+        MemoryCheck().setup(trainer, module, "fit")

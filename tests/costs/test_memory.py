@@ -1,6 +1,7 @@
 """Bytes per GPU: the states of ZeRO's paper, engines, placed models, and what does not fit."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -40,12 +41,6 @@ def test_states_are_those_of_the_zero_paper(stage: int, expected: float) -> None
     assert states / 1e9 == pytest.approx(expected, abs=0.1)
 
 
-@pytest.mark.parametrize(("stage", "expected"), [(0, 800), (1, 1200), (2, 1200), (3, 1200)])
-def test_deepspeed_copies_float32_weights_from_stage_1_on(stage: int, expected: int) -> None:
-    full = Precision.of(32, deepspeed=True)
-    assert optimizer_bytes(grpo_70b(sharding=Sharding(stage=stage), precision=full), 100) == expected
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [("adamw", {}, 4), ("adamw", {"fused": False}, 12), ("adamw_8bit", {}, 4), ("sgd", {}, 8)],
@@ -69,11 +64,6 @@ def adapted() -> ModelShape:
     return model_shape(CONFIGS["llama"], lora=LoRA(rank=4))
 
 
-def test_tensor_ranks_hold_adapters_and_their_gradients() -> None:
-    run = grpo_70b(policy=adapted(), sharding=Sharding(ranks=4, stage=2, tensor=2))
-    assert part(run, "optimizer") == part(run, "optimizer step") == 12 * run.policy.adapters / 2
-
-
 @pytest.mark.parametrize("name", ["llama", "tied llama", "qwen3"])
 def test_tensor_ranks_divide_the_matrices_of_the_layers_only(name: str) -> None:
     shape = model_shape(CONFIGS[name])
@@ -92,12 +82,14 @@ def test_states_are_divided_by_tensor_ranks_first_and_then_by_zero() -> None:
     assert part(run, "optimizer") == pytest.approx(12 * mine / 8)
 
 
-def test_adapters_stay_in_float32_under_lightnings_own_strategies() -> None:
+def test_adapters_stay_in_float32_under_lightnings_own_strategies_and_tensor_ranks_hold_them() -> None:
     """As ``test_adapters_stay_in_float32_beside_weights_of_16_bits`` of tests/modules/test_lora.py finds them."""
     run = grpo_70b(policy=adapted(), sharding=Sharding(), precision=Precision.of("bf16-true", deepspeed=False))
     count = run.policy.adapters
     found = [part(run, name) for name in ("adapters", "gradients", "optimizer", "weights")]
     assert found == [4 * count, 4 * count, 8 * count, 2 * run.policy.parameters]
+    divided = grpo_70b(policy=adapted(), sharding=Sharding(ranks=4, stage=2, tensor=2))
+    assert part(divided, "optimizer") == part(divided, "optimizer step") == 12 * count / 2
 
 
 def test_frozen_weights_of_4_bits_have_scales() -> None:
@@ -109,13 +101,6 @@ def test_frozen_weights_of_4_bits_have_scales() -> None:
     assert part(run, "weights") == pytest.approx(2 * kept + (4 + 0.127) / 8 * shape.quantized, rel=1e-3)
 
 
-def test_offloaded_weights_of_frozen_models_are_in_the_hosts_memory() -> None:
-    sharding = Sharding(ranks=256, stage=3, offload_optimizer=True, offload_parameters=True)
-    run = grpo_70b(sharding=sharding, frozen={"reference": llama_70b()})
-    assert part(run, "weights", "reference") == 0.0
-    assert part(run, "weights", "reference", HOST) == 2 * llama_70b().parameters / 256
-
-
 def test_engines_of_8_bits_keep_embedding_and_output_layer() -> None:
     shape = llama_70b()
     plain, small = (grpo_70b(engine=EngineShape(tensor_parallel=4, quantized=quantized)) for quantized in (False, True))
@@ -123,26 +108,28 @@ def test_engines_of_8_bits_keep_embedding_and_output_layer() -> None:
     assert saved == pytest.approx((shape.parameters - shape.embedding - shape.head) / 4)
 
 
-def test_offloaded_states_are_in_the_hosts_memory() -> None:
-    here = memory_parts(grpo_70b())
-    away = memory_parts(
-        grpo_70b(sharding=Sharding(ranks=256, stage=3, offload_optimizer=True, offload_parameters=True))
-    )
+def test_offloaded_states_and_frozen_weights_are_in_the_hosts_memory() -> None:
+    sharding = Sharding(ranks=256, stage=3, offload_optimizer=True, offload_parameters=True)
+    run = grpo_70b(sharding=sharding, frozen={"reference": llama_70b()})
+    here, away = memory_parts(grpo_70b()), memory_parts(run)
     assert phase_bytes(away, TRAINING)["update"] < phase_bytes(here, TRAINING)["update"] / 2
     assert phase_bytes(here, HOST) == {}
     assert phase_bytes(away, HOST)["train"] > 12 * 70.5e9 / 256
+    assert part(run, "weights", "reference") == 0.0
+    assert part(run, "weights", "reference", HOST) == 2 * llama_70b().parameters / 256
 
 
-@pytest.mark.parametrize(("stage", "buckets"), [(1, 1), (2, 2), (3, 1)])
-def test_reduction_buckets_do_not_depend_on_the_model(stage: int, buckets: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "phase", "buckets"),
+    [(None, "train", 0), (0, "update", 0), (1, "train", 1), (2, "train", 2), (3, "train", 1)],
+)
+def test_gradients_are_reduced_all_at_once_or_from_zero_1_on_in_buckets_of_any_model(
+    stage: int | None, phase: str, buckets: int
+) -> None:
+    """At stage 0 after the backward pass."""
     run = grpo_70b(sharding=Sharding(ranks=8, stage=stage, bucket=1000))
-    assert bucket_bytes(run, 10) == bucket_bytes(run, 10**9) == buckets * 1000 * 2
-
-
-@pytest.mark.parametrize(("stage", "phase"), [(None, "train"), (0, "update"), (2, "train")])
-def test_zero_0_flattens_gradients_after_the_backward_pass(stage: int | None, phase: str) -> None:
-    parts = memory_parts(grpo_70b(sharding=Sharding(ranks=8, stage=stage)))
-    assert [one.phases for one in parts if one.part == "reduction buckets"] == [(phase,)]
+    assert [one.phases for one in memory_parts(run) if one.part == "reduction buckets"] == [(phase,)]
+    assert [bucket_bytes(run, count) for count in (10, 10**8)] == ([2000 * buckets] * 2 if buckets else [20, 2e8])
 
 
 def test_the_cache_is_what_weights_and_activations_leave() -> None:
@@ -209,26 +196,20 @@ def test_a_critic_on_ranks_of_its_own_needs_what_training_ranks_hold_of_such_a_m
 
 
 @pytest.mark.parametrize(
-    ("run", "named", "cure"),
+    ("changes", "wanted"),
     [
-        (grpo_70b(gradient_checkpointing=False), "policy activations", "ModelLoading(gradient_checkpointing=True)"),
-        (grpo_70b(sharding=Sharding(ranks=256, stage=1)), "policy weights", "rlhf_zero3"),
-        (grpo_70b(placed=(PlacedModel(role="teacher", shape=llama_70b()),)), "teacher weights", "over more GPUs"),
+        ({}, ("a H100 has 76.7 GiB", "policy activations", "ModelLoading(gradient_checkpointing=True)")),
+        ({"gradient_checkpointing": True, "sharding": Sharding(ranks=256, stage=1)}, ("policy weights", "rlhf_zero3")),
+        (
+            {"gradient_checkpointing": True, "placed": (PlacedModel(role="teacher", shape=llama_70b()),)},
+            ("teacher weights", "over more GPUs"),
+        ),
+        # Engines that cannot start come first.
+        ({"engine": EngineShape(tensor_parallel=1)}, ("71.2 GiB",)),
+        ({"engine": EngineShape(tensor_parallel=4, cache_bytes=0.5 * GIB)}, ("16,896 tokens",)),
     ],
 )
-def test_what_does_not_fit_is_named_with_numbers_and_a_cure(run: Run, named: str, cure: str) -> None:
+def test_what_does_not_fit_is_named_with_numbers_and_a_cure(changes: dict[str, Any], wanted: tuple[str, ...]) -> None:
+    run = grpo_70b(**{"gradient_checkpointing": False} | changes)
     problem = memory_problems(run, memory_parts(run))[0]
-    for wanted in ("a H100 has 76.7 GiB", named, cure):
-        assert wanted in problem
-
-
-@pytest.mark.parametrize(
-    ("engine", "named"),
-    [
-        (EngineShape(tensor_parallel=1), "71.2 GiB"),
-        (EngineShape(tensor_parallel=4, cache_bytes=0.5 * GIB), "16,896 tokens"),
-    ],
-)
-def test_engines_that_cannot_start_come_first(engine: EngineShape, named: str) -> None:
-    run = grpo_70b(engine=engine, gradient_checkpointing=False)
-    assert named in memory_problems(run, memory_parts(run))[0]
+    assert [one for one in wanted if one not in problem] == []

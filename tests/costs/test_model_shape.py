@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from models.vision_families import save_vision_model
-from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MambaConfig, MixtralConfig, PreTrainedConfig
+from transformers import DeepseekV3Config, GPT2Config, MambaConfig, MixtralConfig, PreTrainedConfig
 
-from rlhfkit.costs.model_shape import model_shape
+from rlhfkit.costs.model_shape import ModelShape, model_shape
 from rlhfkit.models import LoRA, ModelLoading, load_causal_lm
 from rlhfkit.models.lora import add_lora
 
@@ -36,25 +36,19 @@ def test_the_vision_part_is_trained_or_not(seeing: bool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("config", "total", "active"), [(MixtralConfig(), 46.7e9, 12.9e9), (DeepseekV3Config(), 671e9, 37e9)]
+    ("shape", "total", "active", "cached", "heads"),
+    [
+        (llama_70b(), 70.6e9, None, 320 * 1024 / 2, 8),  # 320 KiB of keys and values per token in bfloat16
+        (model_shape(MixtralConfig()), 46.7e9, 12.9e9, 32 * 2 * 8 * 128, 8),
+        (model_shape(DeepseekV3Config()), 671e9, 37e9, 61 * (512 + 64), 1),  # the latent vector
+    ],
 )
-def test_published_mixtures_have_their_published_sizes(config: object, total: float, active: float) -> None:
-    shape = model_shape(config)
+def test_published_models_have_their_published_sizes(
+    shape: ModelShape, total: float, active: float | None, cached: int, heads: int
+) -> None:
     assert shape.parameters == pytest.approx(total, rel=0.002)
-    assert shape.active == pytest.approx(active, rel=0.02)  # papers count the embedding, or not
-
-
-def test_llama_70b_has_its_published_sizes() -> None:
-    shape = llama_70b()
-    assert shape.parameters == pytest.approx(70.6e9, rel=0.001)
-    assert shape.cached * 2 == 320 * 1024  # 320 KiB of keys and values per token in bfloat16
-    assert shape.cache_heads == 8
-
-
-def test_latent_attention_caches_the_latent_vector() -> None:
-    shape = model_shape(DeepseekV3Config())
-    assert shape.cached == 61 * (512 + 64)
-    assert shape.cache_heads == 1
+    assert shape.active == pytest.approx(active or total, rel=0.02)  # papers count the embedding, or not
+    assert (shape.cached, shape.cache_heads) == (cached, heads)
 
 
 @pytest.mark.parametrize(
@@ -82,22 +76,16 @@ def test_matrices_of_4_bits_are_those_that_bitsandbytes_makes(tmp_path: Path) ->
     assert shape.quantized == sum(math.prod(one.quant_state.shape) for one in weights) > 0
 
 
-def test_layers_with_a_window_are_counted() -> None:
+def test_layers_with_a_window_are_counted_and_those_without_attention_not_described() -> None:
     assert model_shape(MixtralConfig(**SIZES, sliding_window=64)).windowed_layers == 2
-    assert model_shape(LlamaConfig(**SIZES)).windowed_layers == 0
-
-
-def test_layers_without_attention_are_not_those_that_the_formulas_describe() -> None:
+    plain = model_shape(CONFIGS["llama"])
+    assert (plain.windowed_layers, plain.usual) == (0, True)
     assert not model_shape(MambaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2)).usual
-    assert model_shape(CONFIGS["llama"]).usual
 
 
-def test_a_configuration_without_sizes_says_what_is_missing() -> None:
+def test_what_has_no_sizes_says_what_is_missing() -> None:
     lacking = "num_hidden_layers, hidden_size, vocab_size"
     with pytest.raises(ValueError, match=rf"PreTrainedConfig .* {lacking}"):
         model_shape(PreTrainedConfig())
-
-
-def test_a_path_that_is_no_folder_is_refused() -> None:
     with pytest.raises(FileNotFoundError, match="no model folder"):
         model_shape("./nothing/here")

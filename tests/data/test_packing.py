@@ -75,56 +75,51 @@ def test_sizes_of_an_iteration_are_those_of_its_groups_of_ranks() -> None:
     assert capped_iteration_shape(2, 4, 4, 4, 2) == IterationShape(8, 4, 4)
 
 
-def planned(updates: int, accumulate: int, ranks: int) -> Callable[[], Any]:
-    """Of eight rows; capped where nothing is accumulated."""
-    sizes = {"num_updates": updates, "world_size": ranks}
-    if not accumulate:
-        return lambda: plan_capped_micro_batches(PaddedCost([1] * 8), 8, max_tokens=9, **sizes)
-    return lambda: plan_micro_batches([1] * 8, accumulate=accumulate, **sizes)
+def planned(num_updates: int, accumulate: int, world_size: int) -> Any:
+    """Of eight rows."""
+    return plan_micro_batches([1] * 8, num_updates=num_updates, accumulate=accumulate, world_size=world_size)
+
+
+def planned_with_a_cap(num_updates: int, world_size: int) -> Any:
+    """Of eight rows."""
+    cost = PaddedCost([1] * 8)
+    return plan_capped_micro_batches(cost, 8, max_tokens=9, num_updates=num_updates, world_size=world_size)
+
+
+TOGETHER = r"3 data-parallel ranks \(world_size 6, of which 2 each"
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "sizes", "message"),
     [
-        (lambda: balanced_partition([3, 4], 3), "cannot partition 2 sequences into 3 non-empty bins"),
-        (lambda: balanced_partition([], 1), "cannot partition 0 sequences into 1"),
-        (lambda: balanced_partition([3, 4], 0), "cannot partition 2 sequences into 0"),
-        (lambda: balanced_partition([3, -1], 1), "lengths must be 0 or more, got -1"),
-        (lambda: best_fit_decreasing([3, 11], 10), "11 tokens does not fit into 10"),
+        (balanced_partition, ([3, 4], 3), "cannot partition 2 sequences into 3 non-empty bins"),
+        (balanced_partition, ([], 1), "cannot partition 0 sequences into 1"),
+        (balanced_partition, ([3, 4], 0), "cannot partition 2 sequences into 0"),
+        (balanced_partition, ([3, -1], 1), "lengths must be 0 or more, got -1"),
+        (best_fit_decreasing, ([3, 11], 10), "11 tokens does not fit into 10"),
+        (iteration_shape, (10, 0, 4, 2, 3), "group_size must be at least 1, got 0"),
         (
-            lambda: iteration_shape(10, 8, 4, 2, 3),
-            r"10 \* group_size 8 = 80 .* 4 \* accumulate_grad_batches 2 \* world_size 3 = 24 .* 72 or 96",
+            iteration_shape,
+            (10, 8, 4, 2, 3),
+            r"10 \* group_size 8 = 80 .* 4 \* accumulate_grad_batches 2 \* world_size 3 ",
         ),
-        (lambda: iteration_shape(10, 0, 4, 2, 3), "group_size must be at least 1, got 0"),
-        (
-            lambda: iteration_shape(10, 8, 4, 2, 6, 2),
-            r"2 \* 3 data-parallel ranks \(world_size 6, of which 2 each .* = 24 of them",
-        ),
-        (
-            lambda: capped_iteration_shape(9, 8, 5, 4),
-            r"9 .* group_size 8 = 72 sequences, which updates_per_iteration 5 does not",
-        ),
-        (
-            lambda: capped_iteration_shape(2, 4, 4, 3),
-            "2 for each of updates_per_iteration 4: fewer than world_size 3",
-        ),
-        (
-            lambda: capped_iteration_shape(2, 4, 4, 6, 2),
-            r"fewer than 3 data-parallel ranks \(world_size 6, of which 2 each",
-        ),
-        (planned(3, 1, 1), "3 updates do not divide 8 sequences"),
-        (
-            planned(4, 2, 2),
-            r"each of 4 updates has 2 of 8 .* accumulate 2 \* world_size 2 = 4 micro-batches",
-        ),
-        (planned(0, 1, 1), "at least 1, got 0, 1, 1"),
-        (planned(3, 0, 1), "3 updates do not divide 8 sequences"),
-        (planned(4, 0, 3), "each of 4 updates has 2 of 8 sequences, fewer than world_size 3"),
+        (iteration_shape, (10, 8, 4, 2, 3), r"= 24 of them, .* an iteration of 72 or 96 sequences would"),
+        (iteration_shape, (10, 8, 4, 2, 6, 2), rf"accumulate_grad_batches 2 \* {TOGETHER} .* = 24 of them"),
+        (capped_iteration_shape, (9, 8, 5, 4), r"9 \* group_size 8 = 72 .* updates_per_iteration 5 does not"),
+        (capped_iteration_shape, (2, 4, 4, 3), "2 for each of updates_per_iteration 4: fewer than world_size 3"),
+        (capped_iteration_shape, (2, 4, 4, 6, 2), f"fewer than {TOGETHER}"),
+        (planned, (0, 1, 1), "at least 1, got 0, 1, 1"),
+        (planned, (3, 1, 1), "3 updates do not divide 8 sequences"),
+        (planned, (4, 2, 2), r"each of 4 updates has 2 of 8 .* accumulate 2 \* world_size 2 = 4 micro-batches"),
+        (planned_with_a_cap, (3, 1), "3 updates do not divide 8 sequences"),
+        (planned_with_a_cap, (4, 3), "each of 4 updates has 2 of 8 sequences, fewer than world_size 3"),
     ],
 )
-def test_sizes_that_do_not_fit_name_all_numbers_and_the_cure(call: Callable[[], Any], message: str) -> None:
+def test_sizes_that_do_not_fit_name_all_numbers_and_the_cure(
+    call: Callable[..., Any], sizes: tuple[Any, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        call()
+        call(*sizes)
 
 
 @given(

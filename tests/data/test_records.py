@@ -74,26 +74,17 @@ def test_arrays_of_any_kind_are_kept_as_lists_are(make: Any, integers: str, floa
     numbers = [-0.5, math.inf, 0.1] if floats == "float64" else [-0.5, 1e-40, -3.0]
     numbers = make(numbers, floats).tolist()
     ids = [5, 2**31 if integers == "int64" else 7, 0]
-    given, expected = (
-        Sample(
-            Prompt(1, kind(ids, integers)),
-            0,
-            token_ids=kind(ids, integers),
-            logprobs=kind(numbers, floats),
-            versions=kind([4, 4, 5], integers),
-            finish_reason="length",
-            token_rewards=kind(numbers, floats),
-            action_mask=kind([1, 0, 1], integers),
-            text="so",
-        )
-        for kind in (make, lambda values, _: values)
+    whole = {"token_ids": ids, "versions": [4, 4, 5], "action_mask": [1, 0, 1]}
+    fields: dict[str, Any] = {name: (values, integers) for name, values in whole.items()}
+    fields |= dict.fromkeys(("logprobs", "token_rewards"), (numbers, floats))
+    given, expected = ({name: kind(*one) for name, one in fields.items()} for kind in (make, lambda values, _: values))
+    found, wanted = (
+        Sample(Prompt(1, each["token_ids"]), 0, **each, finish_reason="stop") for each in (given, expected)
     )
-    assert given == expected
-    assert given.version_runs == [(4, 2), (5, 1)]
-    for name in ("token_ids", "logprobs", "versions", "action_mask", "token_rewards"):
-        assert (
-            getattr(given, name).dtype == getattr(expected, name).dtype
-        )  # smaller than what was given where it can be
+    assert found == wanted
+    assert found.version_runs == [(4, 2), (5, 1)]
+    for name in fields:  # smaller than what was given where it can be
+        assert getattr(found, name).dtype == getattr(wanted, name).dtype
 
 
 def test_later_changes_of_what_was_given_do_not_reach_the_sample() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from arguments import learning
-from simulated_device.training_cases import difference
+from simulated_device.test_training import difference
 from step_cases import KINDS, STEP, train
 from tiny_models import tiny_model
 

@@ -1,11 +1,10 @@
 """Losses in float32 on the device against float64 on the CPU, with the arguments of the simulated device's tests."""
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
-from simulated_device.loss_cases import FUNCTIONS, NAMES, called, examples, other_shapes
+from simulated_device.loss_cases import FUNCTIONS, NAMES, arguments_of, called
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -13,12 +12,6 @@ from gpu.comparing import Figures, distance
 
 BOUND = 1e-4
 """Relative in norm. float32 gives 1e-5 at most: exponentials of log-ratios that are summed over a sequence."""
-
-
-def arguments_of(name: str) -> dict[str, Any]:
-    wanted, shared = inspect.signature(FUNCTIONS[name]).parameters.values(), examples()
-    required = {one.name: shared[one.name] for one in wanted if one.default is one.empty and one.name in shared}
-    return required | other_shapes().get(name, {})
 
 
 def placed(arguments: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from simulated_device.loss_cases import FUNCTIONS, called, examples, other_shapes
+from simulated_device.loss_cases import FUNCTIONS, arguments_of, called, examples
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -28,13 +28,6 @@ KNOBS: dict[str, list[dict[str, Any]]] = {
 }
 """Further branches of a function."""
 CASES = [(name, knobs) for name in NAMES if name not in ON_HOST for knobs in [{}, *KNOBS.get(name, [])]]
-
-
-def arguments_of(name: str) -> dict[str, Any]:
-    parameters = inspect.signature(FUNCTIONS[name]).parameters
-    shared = examples()
-    required = [one for one in parameters if parameters[one].default is inspect.Parameter.empty and one in shared]
-    return {one: shared[one] for one in required} | other_shapes().get(name, {})
 
 
 @pytest.mark.long

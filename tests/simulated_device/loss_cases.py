@@ -1,17 +1,15 @@
-"""Every function of ``rlhfkit.losses`` on the CPU and on the simulated device."""
+"""Every function of ``rlhfkit.losses``, and arguments that it can be given."""
 
 import inspect
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from rlhfkit import losses
-from simulated_device import SimulatedTensor, record_host_waits, register
 
 B, T, V, H = 4, 5, 7, 3
 """Sequences, tokens, vocabulary and hidden size."""
@@ -44,34 +42,33 @@ def examples() -> dict[str, Any]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    def chosen(*shape: int) -> Tensor:
+        return torch.randint(V, shape, generator=generator)
+
     mask = torch.arange(T) < torch.tensor([5, 3, 1, 4])[:, None]
-    tokens = {name: normal(B, T) for name in ("advantages", "values", "old_values", "returns", "token_loss")}
-    rows = {name: normal(B) for name in ("ref_chosen", "ref_rejected", "mismatched", "ref_mismatched", "logratio")}
+    names = ("advantages", "values", "old_values", "returns", "token_loss", "logits")
+    tokens = {name: normal(B, T) for name in names}
+    names = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs", "log_sum_squares")
+    tokens |= {name: -normal(B, T).abs() for name in names}
+    tokens |= {"mask": mask, "labels": torch.ones(B, T), "versions": torch.full((B, T), 2)}
+    tokens |= {"ratio": normal(B, T).exp(), "entropy": normal(B, T).abs(), "spans": (torch.arange(T) // 2).repeat(B, 1)}
+    names = ("ref_chosen", "ref_rejected", "mismatched", "ref_mismatched", "logratio", "rewards", "greedy_rewards")
+    rows = {name: normal(B) for name in names}
     # In the range of log-probs of sequences, so that odds and their logarithms are finite.
     rows |= {name: -1 - normal(B).abs() for name in ("chosen", "rejected")}
-    names = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs")
-    tokens |= {name: -normal(B, T).abs() for name in names}
-    numbers = {
-        "clip_low": 0.2, "clip_high": 0.2, "coef": 0.5, "k": 2, "max_length": 16, "buffer": 4, "threshold": 0.1,
-        "alpha": 0.5, "high": 2.0, "level": "sequence-sum", "mean": 0.5, "std": 2.0, "version": 3, "weight": 2.0,
-    }  # fmt: skip
-    others = {
-        "mask": mask, "rewards": normal(B), "group": torch.tensor([0, 0, 1, 1]), "lengths": mask.sum(-1),
-        "chosen_lengths": mask.sum(-1), "rejected_lengths": mask.sum(-1).flip(0),
-        "public_lengths": torch.ones(B, dtype=torch.int64), "ratio": normal(B, T).exp(), "entropy": normal(B, T).abs(),
-        "truncated": torch.tensor([True, False, False, True]), "desirable": torch.tensor([True, False, True, False]),
-        "kl": torch.tensor(0.1), "sums": torch.tensor([0.5, 4.0]), "labels": torch.ones(B, T),
-        "versions": torch.full((B, T), 2), "log_sum_squares": -normal(B, T).abs(), "student": normal(B, T, V),
-        "teacher": normal(B, T, V), "common": torch.tensor([[0, 2], [1, 1], [4, 0]]),
-        "tokens": torch.randint(V, (B, T), generator=generator),
-        "teacher_tokens": torch.randint(V, (B, T), generator=generator), "hidden": normal(B * T, H),
-        "targets": torch.randint(V, (B * T,), generator=generator), "coefficients": normal(B * T),
-        "logits": normal(B, T), "value": torch.tensor(1.5), "greedy_rewards": normal(B),
-        "spans": (torch.arange(T) // 2).expand(B, T).clone(), "embeddings": normal(B, 3),
-        "signs": torch.tensor([1.0, -1.0, 1.0, -1.0]), "by_policy": torch.tensor([True, False, True, False]),
-        "partners": torch.tensor([[0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]).bool(),
-    }  # fmt: skip
-    return numbers | rows | tokens | others
+    rows |= {"lengths": mask.sum(-1), "chosen_lengths": mask.sum(-1), "rejected_lengths": mask.sum(-1).flip(0)}
+    rows |= {"public_lengths": torch.ones(B, dtype=torch.int64), "group": torch.tensor([0, 0, 1, 1])}
+    rows |= {"signs": torch.tensor([1.0, -1.0, 1.0, -1.0]), "truncated": torch.tensor([True, False, False, True])}
+    rows |= {name: torch.tensor([True, False, True, False]) for name in ("desirable", "by_policy")}
+    rows |= {"embeddings": normal(B, 3), "common": torch.tensor([[0, 2], [1, 1], [4, 0]])}
+    rows |= {"partners": torch.tensor([[0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]).bool()}
+    logits = {name: normal(B, T, V) for name in ("student", "teacher")}
+    logits |= {"tokens": chosen(B, T), "teacher_tokens": chosen(B, T), "targets": chosen(B * T)}
+    logits |= {"hidden": normal(B * T, H), "coefficients": normal(B * T)}
+    numbers = {"kl": torch.tensor(0.1), "value": torch.tensor(1.5), "sums": torch.tensor([0.5, 4.0])}
+    numbers |= {"coef": 0.5, "alpha": 0.5, "mean": 0.5, "std": 2.0, "weight": 2.0, "high": 2.0, "threshold": 0.1}
+    numbers |= {"k": 2, "max_length": 16, "buffer": 4, "version": 3, "clip_low": 0.2, "clip_high": 0.2}
+    return numbers | rows | tokens | logits | {"level": "sequence-sum"}
 
 
 def other_shapes() -> dict[str, dict[str, Any]]:
@@ -98,34 +95,12 @@ def other_shapes() -> dict[str, dict[str, Any]]:
     }
 
 
-def every_function(folder: Path, names: list[str]) -> dict[str, Any]:
-    """Entry point: what differs from the CPU, and the host waits, forward and backward, of each function."""
-    register()
-    shared, special = examples(), other_shapes()
-    found: dict[str, Any] = {}
-    for name in names:
-        function = FUNCTIONS[name]
-        wanted = inspect.signature(function).parameters.values()
-        required = [one.name for one in wanted if one.default is one.empty]
-        arguments = {one: shared[one] for one in required if one in shared} | special.get(name, {})
-        expected = called(function, arguments)
-        moved = tree_map(lambda one: one.to("sim") if isinstance(one, Tensor) else one, arguments)
-        with record_host_waits() as waits:
-            problem = compared(function, moved, expected)
-        found[name] = {"problem": problem, "waits": dict(waits.lines), "tensors": len(expected)}
-    return found
-
-
-def compared(function: Callable[..., Any], arguments: dict[str, Any], expected: list[Tensor]) -> str | None:
-    """How the results of a function on the simulated device differ from those on the CPU."""
-    try:
-        tensors = called(function, arguments)
-        devices = {one.device.type for one in tensors}
-        values = [one.values for one in tensors if isinstance(one, SimulatedTensor)]
-        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None if devices == {"sim"} else f"tensors on {devices}"
+def arguments_of(name: str) -> dict[str, Any]:
+    """Those that a function needs, and optional ones that matter."""
+    shared = examples()
+    wanted = inspect.signature(FUNCTIONS[name]).parameters.values()
+    required = {one.name: shared[one.name] for one in wanted if one.default is one.empty and one.name in shared}
+    return required | other_shapes().get(name, {})
 
 
 def called(function: Callable[..., Any], arguments: dict[str, Any]) -> list[Tensor]:

@@ -1,78 +1,157 @@
-"""The simulated device behaves as CUDA does, as far as tests rely on it."""
+"""The simulated device behaves as CUDA does, as far as tests rely on it; and what of rlhfkit only a device shows."""
 
+import copy
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from strategies import ranks
+from strategies.toys import save_tiny_llama
+from torch import Tensor, nn
 
-pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("device")
-    return ranks.run("simulated_device.device_cases:device_behaviour", ranks=1, folder=folder)[0]
-
-
-def test_an_operation_waits_if_the_host_needs_its_values_or_their_number(found: dict[str, Any]) -> None:
-    assert found["waits"] == {
-        "arithmetic": [],
-        "new tensors": [],
-        "mask = number": [],
-        "to the device, not blocking": [],
-        "to the host, not blocking": [],
-        "item": ["aten::_local_scalar_dense"],
-        "if": ["aten::_local_scalar_dense"],
-        "tolist": ["tolist"],
-        "mask": ["aten::index with a mask"],
-        "mask = tensor": ["aten::index_put_ with a mask"],
-        "nonzero": ["aten::nonzero"],
-        "indices on the host": ["copy to the device"],
-        "to the device": ["copy to the device"],
-        "torch.tensor": ["copy to the device"],
-        "to the host": ["copy to the host"],
-        "into the host": ["copy to the host"],
-        "backward of masked_scatter": ["aten::masked_scatter_backward"],
-    }
+from rlhfkit.models import ModelLoading, load_causal_lm
+from rlhfkit.strategies.checkpoint import universal
+from simulated_device import record_host_waits, register
+from simulated_device.device import DeviceMix, SimulatedTensor
 
 
-def test_tensors_of_two_devices_do_not_mix(found: dict[str, Any]) -> None:
-    errors = found["errors"]
-    assert errors["mix"].startswith("DeviceMix: aten::add of tensors [[2]] on sim and [[2]] on the CPU")
-    assert errors["generator"].startswith("DeviceMix: aten::uniform_ on sim with a generator on the CPU")
-    # torch takes it, and the kernel of CUDA reads an address of the CPU.
-    assert errors["fused step counted on the CPU"].startswith("DeviceMix: aten::_fused_adamw_ of tensors")
-    assert errors["numpy"].startswith("TypeError: can't convert a sim tensor to numpy")
+@pytest.mark.distributed
+@pytest.mark.parametrize("behaviour", ["waits", "refusals", "offloaded", "resumed", "resumed_at_stage_3"])
+def test_the_device_has_the_behaviour(behaviour: str, tmp_path: Path) -> None:
+    ranks.run(f"simulated_device.test_device:{behaviour}", ranks=1, folder=tmp_path)
 
 
-def test_offloaded_checkpoints_leave_the_device_and_come_back_for_the_same_numbers(found: dict[str, Any]) -> None:
-    # rlhfkit/models/activation_memory.py: the inputs of the two layers are in CPU memory until the backward pass.
-    without, offloaded = found["offloaded"]["without"], found["offloaded"]["with"]
-    assert without["left"] - offloaded["left"] == 2
-    assert offloaded["gradients"] == without["gradients"]
-    assert offloaded["waits"] == []
+def waits(folder: Path) -> None:
+    """An operation waits if the host needs its values or their number."""
+    device = register()
+    x, host, mask = torch.ones(3, 4, device=device), torch.ones(3, 4), torch.ones(3, 4, device=device) > 0
+    leaf = torch.ones(12, device=device, requires_grad=True)
+    operations: list[tuple[Callable[[], Any], str | None]] = [
+        (lambda: (x @ x.T).softmax(-1).sum() * 2.0 + torch.arange(3, device=device), None),
+        (lambda: (torch.zeros(3, device=device), torch.rand(3, device=device), x.new_ones(2)), None),
+        (lambda: x.clone().__setitem__(mask, 1.0), None),
+        (lambda: (host.to(device, non_blocking=True), x.copy_(host, non_blocking=True)), None),
+        (lambda: x.to("cpu", non_blocking=True), None),
+        (lambda: x.sum().item(), "aten::_local_scalar_dense"),
+        (lambda: bool((x > 0).all()), "aten::_local_scalar_dense"),
+        (lambda: x.tolist(), "tolist"),
+        (lambda: x[mask], "aten::index with a mask"),
+        (lambda: x.clone().__setitem__(mask, torch.ones(12, device=device)), "aten::index_put_ with a mask"),
+        (lambda: x.nonzero(), "aten::nonzero"),
+        (lambda: x[torch.arange(2)], "copy to the device"),
+        (lambda: host.to(device), "copy to the device"),
+        (lambda: torch.tensor([1.0], device=device), "copy to the device"),
+        (lambda: x.cpu(), "copy to the host"),
+        (lambda: host.copy_(x), "copy to the host"),
+        (
+            lambda: torch.zeros_like(x).masked_scatter(mask, leaf).sum().backward(),
+            "aten::masked_scatter_backward",
+        ),
+    ]
+    for number, (operation, expected) in enumerate(operations):
+        with record_host_waits() as recorded:
+            operation()
+        assert [wait.operation for wait in recorded] == ([expected] if expected else []), f"{number}: {recorded}"
 
 
-def test_a_fused_optimizer_that_resumes_from_a_converted_checkpoint_counts_its_steps_on_the_device(
-    found: dict[str, Any],
-) -> None:
-    # rlhfkit/strategies/checkpoint/universal.py: DeepSpeed leaves the counters on the CPU.
-    resumed = found["resumed"]
-    straight, moved = resumed["weights"]
-    for expected, weights in zip(straight, moved, strict=True):
-        torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected), rtol=0, atol=1e-7)
-    assert resumed["counted"] == [2]
-    assert resumed["counters"] == {
-        "0.weight": ["sim", "torch.float32"],
-        "0.bias": ["cpu", "torch.float32"],
-        "2.weight": ["sim", "torch.float32"],
-        "2.bias": ["cpu", "torch.float32"],
-    }
+def refusals(folder: Path) -> None:
+    """Tensors of two devices do not mix."""
+    device = register()
+    x = torch.ones(2, device=device)
+    with pytest.raises(DeviceMix, match=r"aten::add of tensors \[\[2\]\] on sim and \[\[2\]\] on the CPU"):
+        x + torch.ones(2)
+    with pytest.raises(DeviceMix, match="aten::uniform_ on sim with a generator on the CPU"):
+        torch.rand(2, device=device, generator=torch.Generator())
+    with pytest.raises(TypeError, match="can't convert a sim tensor to numpy"):
+        x.numpy()
+    # torch takes a counter of steps on the CPU, and the kernel of CUDA reads an address of the CPU.
+    x.grad = torch.ones_like(x)
+    optimizer = torch.optim.AdamW([x], fused=True)
+    moments = {key: torch.zeros_like(x) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[x] = {"step": torch.zeros(())} | moments
+    with pytest.raises(DeviceMix, match="aten::_fused_adamw_ of tensors"):
+        optimizer.step()
 
 
-def test_at_stage_3_a_converted_checkpoint_gives_each_part_a_counter_where_its_kernel_reads_it(
-    found: dict[str, Any],
-) -> None:
-    places, types = found["resumed at stage 3"]["places"], found["resumed at stage 3"]["types"]
-    assert (places, types) == (["sim", "sim", "cpu"], ["torch.float32", "torch.float32", "torch.float64"])
+def offloaded(folder: Path) -> None:
+    """Checkpoints (models/activation_memory.py) leave the device and come back for the same numbers, without waits."""
+    register()
+    name, ids = save_tiny_llama(folder / "llama"), torch.arange(2, 36).view(2, 17)
+    left, found = [], []
+    for offload in (False, True):
+        loading = ModelLoading(attention="eager", offload_activations=offload, gradient_checkpointing=True)
+        model = load_causal_lm(name, loading=loading).to("sim")  # type: ignore[arg-type]
+        with record_host_waits() as recorded:
+            logits = model(input_ids=ids.to("sim"), use_cache=False).logits
+            gc.collect()
+            shape = (*ids.shape, model.config.hidden_size)
+            inputs = [each for each in gc.get_objects() if isinstance(each, SimulatedTensor) and each.shape == shape]
+            left.append(len(inputs))
+            del inputs
+            logits.sum().backward()
+        assert not [wait for wait in recorded if "activation_memory" in wait.place]
+        found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+    assert left[0] - left[1] == 2, "inputs of layers on the device after a forward pass"
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def resumed(folder: Path) -> None:
+    """A fused optimizer that resumes from a converted checkpoint counts its steps on the device.
+
+    DeepSpeed leaves the counters on the CPU (strategies/checkpoint/universal.py).
+    """
+    device = register()
+    torch.manual_seed(0)
+    straight = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    inputs = torch.randn(5, 4)
+
+    def optimizer_of(network: nn.Module) -> torch.optim.AdamW:
+        weights = [p for p in network.parameters() if p.dim() > 1]
+        biases = [p for p in network.parameters() if p.dim() == 1]
+        return torch.optim.AdamW([{"params": weights, "fused": True}, {"params": biases, "weight_decay": 0.0}], lr=0.1)
+
+    def step(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        network(inputs.to(next(network.parameters()).device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(straight, optimizer := optimizer_of(straight))
+    moved = copy.deepcopy(straight).to(device)
+    own, saved = optimizer_of(moved), optimizer.state_dict()["state"]
+    shared = torch.tensor(1.0)  # as DeepSpeed leaves it: on the CPU, one of many parameters
+    for number, parameter in enumerate(parameter for group in own.param_groups for parameter in group["params"]):
+        moments = {key: saved[number][key].to(device, copy=True) for key in ("exp_avg", "exp_avg_sq")}
+        own.state[parameter] = {"step": shared, **moments}
+    engine: Any = SimpleNamespace(zero_optimization_stage=lambda: 1, optimizer=own, basic_optimizer=own)
+    universal._place_steps(engine)
+    for parameter in moved.parameters():
+        counter = own.state[parameter]["step"]
+        assert (counter.device.type, counter.dtype) == ("sim" if parameter.dim() > 1 else "cpu", torch.float32)
+    step(straight, optimizer)
+    step(moved, own)
+    assert {int(own.state[parameter]["step"]) for parameter in moved.parameters()} == {2}
+    weights: list[list[Tensor]] = [[p.detach().cpu() for p in one.parameters()] for one in (moved, straight)]
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-7)
+
+
+def resumed_at_stage_3(folder: Path) -> None:
+    """Of three parts of two groups that share a counter on the CPU, each gets one where its kernel reads it."""
+    device = register()
+    parts = [nn.Parameter(torch.ones(3, device=device)) for _ in range(3)]
+    # At stage 3 DeepSpeed's groups have parameters only during a step.
+    base = torch.optim.AdamW([{"params": parts[:2], "capturable": True}, {"params": parts[2:]}])
+    for group in base.param_groups:
+        group["params"] = []
+    counter = torch.tensor(7.0, dtype=torch.float64)
+    base.state.update({part: {"step": counter} for part in parts})
+    optimizer = SimpleNamespace(fp32_partitioned_groups_flat=parts, sub_group_to_group_id={0: 0, 1: 0, 2: 1})
+    engine: Any = SimpleNamespace(zero_optimization_stage=lambda: 3, optimizer=optimizer, basic_optimizer=base)
+    universal._place_steps(engine)
+    counters = [base.state[part]["step"] for part in parts]
+    assert len({id(one) for one in (counter, *counters)}) == 4
+    assert [one.device.type for one in counters] == ["sim", "sim", "cpu"]
+    assert [one.dtype for one in counters] == [torch.float32, torch.float32, torch.float64]
