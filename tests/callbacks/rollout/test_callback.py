@@ -104,10 +104,11 @@ def test_validation_never_samples_from_the_weights_of_an_earlier_run(tmp_path: P
 
 
 def test_fast_dev_run_is_one_short_update(tmp_path: Path) -> None:
-    trainer, _, rollouts = fit_run(tmp_path, fast_dev_run=True)
+    rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=32))
+    trainer, *_ = fit_run(tmp_path, rollouts=rollouts, fast_dev_run=True)
     assert trainer.global_step == 1
     assert len(rollouts.samples) == 4
-    assert max(len(sample.token_ids) for sample in rollouts.samples) <= 8
+    assert max(len(sample.token_ids) for sample in rollouts.samples) == 8
 
 
 def test_a_reference_is_left_out_of_checkpoints_and_they_load(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
-"""Training on episodes, some of which fail: GRPO and PPO, dynamic sampling, metrics and recorded episodes."""
+"""Training on episodes, some of which fail: GRPO and PPO, and their metrics."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +8,21 @@ import torch
 from rl_runs import fit_run, weights
 
 from rlhfkit import (
-    DynamicSampling,
     Environment,
     Episodes,
     GRPOModule,
     Invariants,
-    LocalEngine,
     PPOModule,
     Prompt,
-    ReplayEngine,
     RolloutCallback,
     RolloutDump,
     SamplingSpec,
     Step,
 )  # fmt: skip
-from rlhfkit.callbacks import Probe
 from rlhfkit.data.types import Experience
 from rlhfkit.episodes import Action
 from rlhfkit.rewards import EnvironmentReward
+from rlhfkit.rollout.replay import load_samples, samples_files
 
 
 class Digits(Environment):
@@ -46,13 +42,6 @@ class Digits(Environment):
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=4)
 
 
-def rollouts(**arguments: Any) -> RolloutCallback:
-    return RolloutCallback(
-        EnvironmentReward(),
-        **({"engine": LocalEngine(), "group": Episodes(Digits, max_turns=2), "sampling": SAMPLING} | arguments),
-    )
-
-
 @pytest.mark.parametrize("module", [GRPOModule, PPOModule])
 def test_episodes_that_fail_are_left_out_and_the_rest_is_learned(tmp_path: Path, module: Any) -> None:
     kept: list[Experience] = []
@@ -62,9 +51,10 @@ def test_episodes_that_fail_are_left_out_and_the_rest_is_learned(tmp_path: Path,
             super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
             kept.append(callback.experience)  # type: ignore[arg-type]
 
-    callback = rollouts()
-    checks = Kept(compares_groups=module is GRPOModule)
-    trainer, made, _ = fit_run(tmp_path, module=module, rollouts=callback, callbacks=[checks], max_epochs=1)
+    group = Episodes(Digits, max_turns=2)
+    callback = RolloutCallback(EnvironmentReward(), group=group, sampling=SAMPLING)
+    checks, dump = Kept(compares_groups=module is GRPOModule), RolloutDump(tmp_path / "dump")
+    trainer, made, _ = fit_run(tmp_path, module=module, rollouts=callback, callbacks=[checks, dump], max_epochs=1)
     assert checks.checked == 1
     experience = kept[0]
     failed = experience.rewards.isnan()
@@ -80,20 +70,6 @@ def test_episodes_that_fail_are_left_out_and_the_rest_is_learned(tmp_path: Path,
     assert experience.advantages is not None
     assert (experience.advantages[failed] == 0).all()
     assert (experience.advantages[~failed] != 0).any()
-
-
-def test_groups_without_signal_are_drawn_again_and_episodes_replayed(tmp_path: Path) -> None:
-    recorded = rollouts(parts=[DynamicSampling()])
-    dump = RolloutDump(tmp_path / "dump")
-    trainer, *_ = fit_run(tmp_path, rollouts=recorded, callbacks=[dump], max_epochs=1)
-    # Groups of which all episodes fail have no rewards that could differ.
-    assert not any(prompt % 5 == 4 or prompt % 7 == 6 for prompt in {s.prompt.index for s in recorded.samples})
-    assert float(trainer.callback_metrics["rollout/accepted_fraction"]) < 1
-
-    replayed = rollouts(engine=ReplayEngine(tmp_path / "dump"), parts=[Probe(math.inf)])
-    prompts = list({id(sample.prompt): sample.prompt for sample in recorded.samples}.values())
-    again = replayed.engine.generate(prompts, SAMPLING, iteration=0)
-    assert [sample.token_rewards.tolist() for sample in again] == [
-        sample.token_rewards.tolist() for sample in recorded.samples
-    ]
-    assert EnvironmentReward()(again) == [sample.reward for sample in recorded.samples]
+    recorded = load_samples(*samples_files(tmp_path / "dump", 0))
+    assert [one.token_rewards.tolist() for one in recorded] == [one.token_rewards.tolist() for one in callback.samples]
+    assert EnvironmentReward()(recorded) == [one.reward for one in callback.samples]
