@@ -1,4 +1,4 @@
-"""What one rank runs for the parity tests: many short fits in one process."""
+"""Short fits that a rank runs, many in one process, and how two of them are compared."""
 
 import os
 from pathlib import Path
@@ -76,51 +76,50 @@ def difference(first: list[float], second: list[float]) -> float:
     """Largest absolute difference; lists of different lengths are infinitely different."""
     if len(first) != len(second):
         return float("inf")
-    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+    return float((torch.tensor(first, dtype=torch.float64) - torch.tensor(second, dtype=torch.float64)).abs().max())
 
 
 def weight_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     """Largest absolute difference of any weight."""
     if first.keys() != second.keys():
         return float("inf")
-    return max((first[name].double() - second[name].double()).abs().max().item() for name in first)
+    return float(torch.stack([(first[name].double() - second[name].double()).abs().max() for name in first]).max())
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "sgd, accumulate 3 of 4, clip": {
-        "optimizer": "sgd",
-        "trainer": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
-    },
-    "tied": {"optimizer": "sgd"},
-    "gradient checkpointing": {"optimizer": "sgd", "checkpointing": True},
-    "two engines, reference": {"critic": True, "reference": True, "trainer": {"accumulate_grad_batches": 3}},
-}
+Run = tuple[list[float], dict[str, torch.Tensor]]
+"""Losses, and the final weights of rank 0."""
 
 
-def parity(folder: Path, models: list[str], stages: list[int], cases: list[str]) -> dict[str, Any]:
-    """Differences to plain Lightning for every stage and case. Each rank runs the plain fit for itself."""
-    import rlhfkit.strategies  # noqa: F401  (registers the names)
+def check_equal(found: Run, expected: Run, what: str, tolerance: float = 0.0) -> None:
+    """Fails unless losses and weights of two runs differ by ``tolerance`` at most."""
+    loss, weight = difference(found[0], expected[0]), weight_difference(found[1], expected[1]) if RANK == 0 else 0.0
+    assert loss <= tolerance, f"{what}: losses differ by {loss}, weights by {weight}"
+    assert weight <= tolerance, f"{what}: weights differ by {weight}"
 
-    report: dict[str, Any] = {}
-    for case in cases:
-        options = {"model": models[1] if case == "tied" else models[0]} | CASES[case]
-        for stage in stages:
-            result = fit(f"rlhf_zero{stage}", **options)
-            report[f"{case}, stage {stage}"] = result
-        plain = fit(None, **options)
-        for stage in stages:
-            result = report[f"{case}, stage {stage}"]
-            report[f"{case}, stage {stage}"] = {
-                "loss": difference(result["losses"], plain["losses"]),
-                "weight": weight_difference(result["weights"], plain["weights"]) if RANK == 0 else 0.0,
-                "rate": max(
-                    difference(a, b) for a, b in zip(result["learning_rates"], plain["learning_rates"], strict=True)
-                ),
-                "steps": [result["steps"], plain["steps"]],
-                "norms": result["norms"],
-                "plain_norms": plain["norms"],
-                "logged": result["logged"],
-                "child_type": result["child_type"],
-                "moved": abs(plain["losses"][0] - plain["losses"][-1]),
-            }
-    return report
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two values are equal bit for bit, down to tensors in the attributes of DeepSpeed's objects."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second) and first.dtype == second.dtype
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second or (hasattr(first, "__dict__") and same(vars(first), vars(second)))
+
+
+def run(
+    strategy: Any, model: str, epochs: int, callbacks: list[Any], resume: Path | None = None, **options: Any
+) -> tuple[Any, Spy]:
+    """Fit with dropout, two engines, a frozen reference, accumulation 2 and a schedule, so that all state matters."""
+    batches = options.pop("batches", 6)
+    fit = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0} | options.pop("trainer", {})
+    kind = options.pop("kind", toys.Toy)
+    settings = {"critic": True, "reference": True, "dropout": 0.2} | options
+    module, spy = kind(model, **settings), Spy()
+    trainer = toys.trainer(strategy, RANKS, max_epochs=epochs, callbacks=[spy, *callbacks], **fit)
+    toys.pl.seed_everything(11 + RANK, verbose=False)
+    trainer.fit(module, toys.ShareLoader(toys.global_batches(batches), RANK, RANKS), ckpt_path=resume)
+    return module, spy

@@ -31,6 +31,7 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "peft",
     "datasets",
+    "pytest",  # of tests that are a rank's program
 )
 
 
@@ -64,7 +65,8 @@ def become_rank(request: dict[str, Any]) -> None:
     numpy.random.seed()  # Python's generator does so itself; that of torch starts from a constant in each process
     module, name = request["function"].split(":")
     folder = Path(request["folder"])
-    value = getattr(importlib.import_module(module), name)(folder=folder, **request["arguments"])
+    function = getattr(importlib.import_module(module), name)
+    value = getattr(function, "on_rank", function)(folder=folder, **request["arguments"])  # of a test of itself
     (folder / f"result_{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(value))
 
 

@@ -13,8 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
+
+import pytest
 
 FOLDER = Path(__file__).parent
 _NAMES: list[socket.socket] = []
@@ -142,8 +145,13 @@ class Rank:
         assert self.code is not None, f"rank {self.pid} did not end within 120 s of being killed"
 
 
-def start(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Rank]:
-    """Start ``"module:function"``, as imported from ``tests``, on all ranks; each writes a result and a log."""
+Function = str | Callable[..., Any]
+"""What ranks run: a function of a module of the tests, or ``"module:function"`` as imported from ``tests``."""
+
+
+def start(function: Function, ranks: int, folder: Path, **arguments: Any) -> list[Rank]:
+    """Start a function on all ranks; each writes a result and a log."""
+    name = function if isinstance(function, str) else f"{function.__module__}:{function.__name__}"
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     forkers = [forker_of(rank) for rank in range(ranks)]  # before the first, from which others are forked, has work
@@ -153,7 +161,7 @@ def start(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Ran
         log.write_bytes(b"")
         forker.ask(
             {
-                "function": function,
+                "function": name,
                 "arguments": arguments,
                 "folder": str(folder),
                 "log": str(log),
@@ -170,50 +178,44 @@ def stop(processes: list[Rank]) -> None:
         process.kill()
 
 
-def run(function: str, ranks: int, folder: Path, timeout: float = 600, **arguments: Any) -> list[Any]:
-    """Run ``"module:function"`` on all ranks and return their results in order; fails with the logs."""
-    processes = start(function, ranks, folder, **arguments)
+def run(function: Function, ranks: int, folder: Path, timeout: float = 600, **arguments: Any) -> list[Any]:
+    """Run a function on all ranks and return their results in order; fails with the logs."""
+    results = _finish(start(function, ranks, folder, **arguments), folder, timeout, until_one_fails=True)
+    if len(results) < ranks:
+        logs = "\n".join(f"--- rank {r}\n{(folder / f'rank_{r}.log').read_text()[-5000:]}" for r in range(ranks))
+        name = getattr(function, "__name__", function)
+        raise AssertionError(f"{name} on {ranks} rank(s) failed or took longer than {timeout} s\n{logs}")
+    return list(results.values())
+
+
+def on_two_ranks(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a test of what a function asserts on each of two ranks, which have a folder and a model."""
+
+    def test(tmp_path: Path, model_folder: str) -> None:
+        run(function, 2, tmp_path, model=model_folder)
+
+    test.__name__, test.__doc__ = function.__name__, function.__doc__
+    test.on_rank = function  # type: ignore[attr-defined]
+    return pytest.mark.distributed(test)
+
+
+def run_until_dead(
+    function: Function, ranks: int, folder: Path, timeout: float = 600, **arguments: Any
+) -> dict[int, Any]:
+    """Run a function on ranks of which some die, and return the results of those that wrote one, by rank."""
+    return _finish(start(function, ranks, folder, **arguments), folder, timeout, until_one_fails=False)
+
+
+def _finish(processes: list[Rank], folder: Path, timeout: float, *, until_one_fails: bool) -> dict[int, Any]:
+    """Wait for ranks, end those that are left, and return the results that were written, by rank."""
     deadline = time.monotonic() + timeout
     try:
-        while any(process.poll() is None for process in processes):
-            failed = any(process.poll() not in (None, 0) for process in processes)
-            if time.monotonic() > deadline or failed:
-                time.sleep(1.0)
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if until_one_fails and any(process.poll() not in (None, 0) for process in processes):
+                time.sleep(1.0)  # in which the others may say what they have noticed
                 break
             time.sleep(0.05)
     finally:
         stop(processes)
-    results = [folder / f"result_{rank}.json" for rank in range(ranks)]
-    if not all(result.exists() for result in results):
-        logs = "\n".join(f"--- rank {r}\n{(folder / f'rank_{r}.log').read_text()[-5000:]}" for r in range(ranks))
-        raise AssertionError(f"{function} on {ranks} rank(s) failed or took longer than {timeout} s\n{logs}")
-    return [json.loads(result.read_text()) for result in results]
-
-
-def tested(request: Any, name: str, **others: Any) -> list[Any]:
-    """Values that a parameter has in those tests of a file that run, so that a launch they share does nothing else.
-
-    Args:
-        request: Of a fixture.
-        name: Of the parameter.
-        others: Only tests with these values of other parameters count.
-    """
-    calls = [
-        item.callspec.params
-        for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
-    ]
-    return list(dict.fromkeys(call[name] for call in calls if name in call and others.items() <= call.items()))
-
-
-def run_until_dead(function: str, ranks: int, folder: Path, timeout: float = 600, **arguments: Any) -> dict[int, Any]:
-    """Run ``"module:function"`` on ranks of which some die, and return the results of those that wrote one, by rank."""
-    processes = start(function, ranks, folder, **arguments)
-    deadline = time.monotonic() + timeout
-    try:
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    finally:
-        stop(processes)
-    results = {rank: folder / f"result_{rank}.json" for rank in range(ranks)}
+    results = {rank: folder / f"result_{rank}.json" for rank in range(len(processes))}
     return {rank: json.loads(result.read_text()) for rank, result in results.items() if result.exists()}

@@ -68,6 +68,7 @@ def fail_on_rank_one(folder: str) -> None:
 
 def fail_after_a_neighbour_noticed(folder: str) -> None:
     """Rank 0 notices first, as gloo does when a connection breaks; rank 1 has the cause."""
+    note_pid(folder)
     if rank() == 0:
         raise RuntimeError("Connection closed by peer")
     wait_for(Path(folder) / "the driver knows of rank 0")
@@ -76,6 +77,7 @@ def fail_after_a_neighbour_noticed(folder: str) -> None:
 
 def fail_oddly(folder: str) -> None:
     """An error that cannot travel."""
+    note_pid(folder)
     raise OddError(3, reason="odd")
 
 

@@ -7,6 +7,7 @@ strategies/checkpoint/slow_steps.py.
 import itertools
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,96 +19,97 @@ from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.files import DamagedCheckpointError, remove_abandoned
 from rlhfkit.strategies.checkpoint import directory, verification
 
-WEIGHTS = "mp_rank_00_model_states.pt"
+WEIGHTS = "policy/checkpoint/mp_rank_00_model_states.pt"
 
 
-def about(saved_at: float) -> dict[str, Any]:
-    """What a manifest says besides its files; the step of a checkpoint is the time it was saved at."""
-    return {"saved_at": saved_at, "world_size": 1, "global_step": int(saved_at), "engines": {"policy": 2}}
+def write_files(path: Path, files: Mapping[str, Any], saved_at: float, world_size: int = 1) -> None:
+    """A checkpoint, whose step is the time it was saved at."""
+    folder = directory.create_temporary(path)
+    for name, value in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, folder / name)
+    about = {"saved_at": saved_at, "world_size": world_size, "global_step": int(saved_at), "engines": {"policy": 2}}
+    directory.commit(path, directory.sync_files(folder, directory.list_files(folder)), about)
 
 
 def write(path: Path, content: str, saved_at: float) -> None:
     """A small checkpoint of two files, one in a folder."""
-    folder = directory.create_temporary(path)
-    (folder / "policy" / "checkpoint").mkdir(parents=True)
-    torch.save(torch.full((200_000,), ord(content[0]), dtype=torch.uint8), folder / "policy" / "checkpoint" / WEIGHTS)
-    torch.save(content, folder / "rank_00000.pt")
-    directory.commit(path, directory.sync_files(folder, directory.list_files(folder)), about(saved_at))
+    weights = torch.full((200_000,), ord(content[0]), dtype=torch.uint8)
+    write_files(path, {WEIGHTS: weights, "rank_00000.pt": content}, saved_at)
 
 
-def test_what_was_written_verifies_and_the_temporary_folder_is_gone(tmp_path: Path) -> None:
-    write(tmp_path / "a.ckpt", "a", 1.0)
-    manifest = verification.verify(tmp_path / "a.ckpt")
-    assert set(manifest["files"]) == {f"policy/checkpoint/{WEIGHTS}", "rank_00000.pt"}
-    assert os.listdir(tmp_path) == ["a.ckpt"]
-
-
-def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_is_used(tmp_path: Path) -> None:
-    for number, name in enumerate(["a", "b", "c"]):
-        write(tmp_path / f"{name}.ckpt", name, float(number))
-    file = tmp_path / "b.ckpt" / "policy" / "checkpoint" / WEIGHTS
+def flip_a_byte(file: Path) -> None:
     content = bytearray(file.read_bytes())
-    content[100_000] ^= 1
+    content[len(content) // 2] ^= 1
     file.write_bytes(content)
+
+
+def in_manifest(**entries: Any) -> Callable[[Path], Any]:
+    """Other entries of a manifest."""
+
+    def change(manifest: Path) -> None:
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | entries))
+
+    return change
+
+
+LOST = "29 optimizer steps are lost: it is of step 1, not of step 30."
+MANIFEST, UNKNOWN = ("manifest.json", "manifest.json cannot be read"), "how many steps are lost is not known"
+DAMAGES: dict[str, tuple[tuple[str, str], str, Callable[[Path], Any]]] = {
+    "a byte": ((WEIGHTS, f"{WEIGHTS} is damaged (Bad CRC-32"), LOST, flip_a_byte),
+    "missing": (("rank_00000.pt", "rank_00000.pt is missing"), LOST, Path.unlink),
+    "short": (("rank_00000.pt", "rank_00000.pt has 0 bytes"), LOST, lambda file: file.write_text("")),
+    "no manifest": (("manifest.json", "has no manifest.json, though it has files of ranks"), UNKNOWN, Path.unlink),
+    "half a manifest": (MANIFEST, UNKNOWN, lambda file: file.write_text(file.read_text()[:-20])),
+    "a list": (MANIFEST, UNKNOWN, lambda file: file.write_text("[]")),
+    "empty": (MANIFEST, UNKNOWN, lambda file: file.write_text("{}")),
+    "files as a list": (MANIFEST, UNKNOWN, in_manifest(files=["rank_00000.pt"])),
+    "a size as text": (MANIFEST, UNKNOWN, in_manifest(files={"a": "3"})),
+    "no ranks": (MANIFEST, UNKNOWN, in_manifest(world_size=0)),
+    "engines as a list": (MANIFEST, UNKNOWN, in_manifest(engines=["policy"])),
+    "a time as text": (MANIFEST, UNKNOWN, in_manifest(saved_at="now")),
+    "a step as text": (MANIFEST, UNKNOWN, in_manifest(global_step="5")),
+}
+"""By name: the file with the complaint, what is said of the steps that are lost, and what is done to the file."""
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_an_older_checkpoint_is_used(tmp_path: Path, damage: str) -> None:
+    (name, complaint), lost, do = DAMAGES[damage]
+    for checkpoint, saved_at in (("a", 1.0), ("b", 30.0)):
+        write(tmp_path / f"{checkpoint}.ckpt", checkpoint, saved_at)
+    do(tmp_path / "b.ckpt" / name)
     chosen, complaints = verification.find_intact(tmp_path / "b.ckpt")
-    assert chosen == tmp_path / "a.ckpt", "the one before it, not the one after it"
-    assert f"{WEIGHTS} is damaged (Bad CRC-32" in complaints[0]
-    assert verification.find_intact(tmp_path / "c.ckpt") == (tmp_path / "c.ckpt", [])
+    assert chosen == tmp_path / "a.ckpt"
+    assert complaint in complaints[0]
+    assert lost in verification.lost_steps(tmp_path / "b.ckpt", chosen)
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "manifest"])
-def test_other_damage_is_named(tmp_path: Path, damage: str) -> None:
-    write(tmp_path / "a.ckpt", "a", 1.0)
-    file = tmp_path / "a.ckpt" / ("manifest.json" if damage == "manifest" else "rank_00000.pt")
-    match damage:
-        case "missing":
-            file.unlink()
-        case "short":
-            file.write_text("")
-        case "manifest":
-            file.write_text(file.read_text()[:-20])
-    expected = {"missing": "is missing", "short": "has 0 bytes", "manifest": "cannot be read"}[damage]
-    with pytest.raises(CheckpointError, match=expected):
+def test_a_newer_checkpoint_does_not_take_the_place_of_a_damaged_one(tmp_path: Path) -> None:
+    for checkpoint, saved_at in (("a", 1.0), ("b", 30.0)):
+        write(tmp_path / f"{checkpoint}.ckpt", checkpoint, saved_at)
+    flip_a_byte(tmp_path / "a.ckpt" / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint to load\. .*is damaged"):
         verification.find_intact(tmp_path / "a.ckpt")
-
-
-def test_paths_that_are_no_checkpoints_are_refused_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "file.ckpt").write_text("weights")
-    with pytest.raises(CheckpointError, match="is a file, not a checkpoint directory"):
-        verification.find_intact(tmp_path / "file.ckpt")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(CheckpointError, match="has no manifest"):
-        verification.find_intact(tmp_path / "folder")
-
-
-def test_a_path_that_does_not_exist_is_an_error_that_lists_what_is_there(tmp_path: Path) -> None:
-    for number in range(1, 4):
-        write(tmp_path / f"step={number}.ckpt", "x", float(number))
-    (tmp_path / "step=9.ckpt.tmp").mkdir()
-    with pytest.raises(
-        CheckpointError, match=r"step=33.ckpt does not exist. .*: step=1.ckpt, step=2.ckpt, step=3.ckpt."
-    ):
-        verification.find_intact(tmp_path / "step=33.ckpt")
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
-        verification.find_intact(tmp_path / "step=9.ckpt.tmp" / "a.ckpt")
+    assert verification.find_intact(tmp_path / "b.ckpt") == (tmp_path / "b.ckpt", [])
 
 
 def test_only_damage_is_a_reason_to_take_an_older_checkpoint(tmp_path: Path) -> None:
-    write(tmp_path / "good.ckpt", "x", 1.0)
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "model.safetensors").write_text("weights")
-    with pytest.raises(CheckpointError, match="was not written by RLHFDeepSpeedStrategy"):
-        verification.find_intact(tmp_path / "foreign")
-    write(tmp_path / "newer.ckpt", "x", 2.0)
-    manifest = tmp_path / "newer.ckpt" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
-    with pytest.raises(CheckpointError, match="has format 2; this version reads 3"):
-        verification.find_intact(tmp_path / "newer.ckpt")
-    write(tmp_path / "lost.ckpt", "x", 30.0)
-    (tmp_path / "lost.ckpt" / "policy" / "checkpoint" / WEIGHTS).unlink()
-    assert verification.find_intact(tmp_path / "lost.ckpt")[0] == tmp_path / "good.ckpt"
-    words = verification.lost_steps(tmp_path / "lost.ckpt", tmp_path / "good.ckpt")
-    assert words == "29 optimizer steps are lost: it is of step 1, not of step 30."
+    for number in range(1, 5):
+        write(tmp_path / f"step={number}.ckpt", "x", float(number))
+    in_manifest(format=2)(tmp_path / "step=4.ckpt" / "manifest.json")
+    (tmp_path / "file.ckpt").write_text("weights")
+    for folder in ("foreign", "step=9.ckpt.tmp"):
+        (tmp_path / folder).mkdir()
+    for name, message in {
+        "file.ckpt": "is a file, not a checkpoint directory",
+        "foreign": "has no manifest.json: it was not written by RLHFDeepSpeedStrategy",
+        "step=4.ckpt": "has format 2; this version reads 3",
+        "step=33.ckpt": r"step=33.ckpt does not exist. .*: file.ckpt, step=1.ckpt, .*step=4.ckpt\.",
+        "step=9.ckpt.tmp/a.ckpt": "there is no checkpoint in",
+    }.items():
+        with pytest.raises(CheckpointError, match=message):
+            verification.find_intact(tmp_path / name)
 
 
 def test_a_link_to_a_checkpoint_that_was_never_completed_leads_to_the_newest_one(tmp_path: Path) -> None:
@@ -118,35 +120,6 @@ def test_a_link_to_a_checkpoint_that_was_never_completed_leads_to_the_newest_one
     found, (reason,) = verification.find_intact(tmp_path / "last.ckpt")
     assert found == tmp_path / "step=2.ckpt"
     assert reason.endswith("last.ckpt links to step=3.ckpt, which was not complete when its run ended.")
-
-
-READABLE: dict[str, Any] = {"format": 3, "saved_at": 2.0, "world_size": 1, "engines": {}, "files": {}}
-MANIFESTS = {
-    "a list": [],
-    "null": None,
-    "a number": 3,
-    "text": "manifest",
-    "empty": {},
-    "no files": {name: value for name, value in READABLE.items() if name != "files"},
-    "files as a list": READABLE | {"files": ["rank_00000.pt"]},
-    "records as objects": READABLE | {"files": {"a": {"size": 3}}},
-    "a size as text": READABLE | {"files": {"a": "3"}},
-    "no ranks": READABLE | {"world_size": 0},
-    "engines as a list": READABLE | {"engines": ["policy"]},
-    "a time as text": READABLE | {"saved_at": "now"},
-    "a step as text": READABLE | {"global_step": "5"},
-}
-
-
-@pytest.mark.parametrize("content", MANIFESTS.values(), ids=MANIFESTS)
-def test_a_manifest_of_any_content_is_damage(tmp_path: Path, content: Any) -> None:
-    write(tmp_path / "a.ckpt", "a", 1.0)
-    write(tmp_path / "b.ckpt", "b", 2.0)
-    (tmp_path / "b.ckpt" / "manifest.json").write_text(json.dumps(content))
-    chosen, complaints = verification.find_intact(tmp_path / "b.ckpt")
-    assert chosen == tmp_path / "a.ckpt"
-    assert "manifest.json cannot be read" in complaints[0]
-    assert "how many steps are lost is not known" in verification.lost_steps(tmp_path / "b.ckpt", chosen)
 
 
 def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
@@ -183,24 +156,19 @@ FILES = {
 }
 
 
-def write_of_two_ranks(path: Path, saved_at: float = 1.0) -> None:
-    """A checkpoint of two ranks."""
-    folder = directory.create_temporary(path)
-    for name, size in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        if name.endswith(".pt"):
-            torch.save(torch.arange(size), folder / name)
-        else:
-            (folder / name).write_text("")
-    sizes = directory.sync_files(folder, directory.list_files(folder))
-    directory.commit(path, sizes, about(saved_at) | {"world_size": 2})
+@pytest.fixture
+def of_two_ranks(tmp_path: Path) -> Path:
+    """A checkpoint."""
+    write_files(tmp_path / "a.ckpt", {name: torch.arange(size) for name, size in FILES.items()}, 1.0, world_size=2)
+    return tmp_path / "a.ckpt"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_every_file_is_verified_by_exactly_one_rank_and_by_the_one_that_wrote_it(tmp_path: Path, count: int) -> None:
-    write_of_two_ranks(tmp_path / "a.ckpt")
-    manifest = directory.read_manifest(tmp_path / "a.ckpt")
-    assert manifest["files"] == {name: (tmp_path / "a.ckpt" / name).stat().st_size for name in FILES}
+def test_every_file_is_verified_by_exactly_one_rank_and_by_the_one_that_wrote_it(
+    of_two_ranks: Path, count: int
+) -> None:
+    manifest = directory.read_manifest(of_two_ranks)
+    assert manifest["files"] == {name: (of_two_ranks / name).stat().st_size for name in FILES}
     shares = [directory.share_of_rank(manifest, rank, count) for rank in range(count)]
     assert sorted(name for share in shares for name in share) == sorted(FILES)
     if count == 2:
@@ -212,22 +180,20 @@ def test_every_file_is_verified_by_exactly_one_rank_and_by_the_one_that_wrote_it
         assert max(numbers) - min(numbers) <= 1
 
 
-def test_a_change_is_found_by_the_rank_whose_share_it_is_in(tmp_path: Path) -> None:
-    write_of_two_ranks(tmp_path / "a.ckpt")
-    file = tmp_path / "a.ckpt" / "policy/checkpoint/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    verification.verify(tmp_path / "a.ckpt", rank=0, world_size=2)
+def test_a_change_is_found_by_the_rank_whose_share_it_is_in(of_two_ranks: Path) -> None:
+    file = of_two_ranks / "policy/checkpoint/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    flip_a_byte(file)
+    verification.verify(of_two_ranks, rank=0, world_size=2)
     with pytest.raises(DamagedCheckpointError, match=f"{file.name} is damaged"):
-        verification.verify(tmp_path / "a.ckpt", rank=1, world_size=2)
+        verification.verify(of_two_ranks, rank=1, world_size=2)
 
 
 def test_files_that_deepspeed_pickled_without_checksums_are_compared_by_size(tmp_path: Path) -> None:
-    folder = directory.create_temporary(tmp_path / "a.ckpt")
-    torch.save({"weight": torch.ones(3)}, folder / "rank_00000.pt", _use_new_zipfile_serialization=False)
-    directory.commit(tmp_path / "a.ckpt", directory.sync_files(folder, ["rank_00000.pt"]), about(1.0))
+    write(tmp_path / "a.ckpt", "a", 1.0)
+    file, manifest = tmp_path / "a.ckpt" / "rank_00000.pt", tmp_path / "a.ckpt" / "manifest.json"
+    torch.save({"weight": torch.ones(3)}, file, _use_new_zipfile_serialization=False)
+    in_manifest(files={file.name: file.stat().st_size})(manifest)
     verification.verify(tmp_path / "a.ckpt")
-    (tmp_path / "a.ckpt" / "rank_00000.pt").write_bytes(b"\x80")
+    file.write_bytes(b"\x80")
     with pytest.raises(DamagedCheckpointError, match="has 1 bytes"):
         verification.verify(tmp_path / "a.ckpt")

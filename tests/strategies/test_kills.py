@@ -10,13 +10,21 @@ import os
 import random
 import re
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rl_runs import setup_run
+from tiny_models import tiny_model
 
-from strategies import ranks
+from rlhfkit import RLHFDeepSpeedStrategy, SFTDataModule, SFTModule
+from rlhfkit.rollout import ModuleWeights
+from strategies import ranks, toys
+from strategies.parity_cases import RANK, RANKS
 
 pytestmark = pytest.mark.distributed
 KILLS = int(os.environ.get("RLHFKIT_KILLS", 3))
@@ -33,6 +41,69 @@ CASES = {
 }
 
 
+class Trace(L.Callback):
+    """Writes down which micro-batch every optimizer step learns from, as it happens, and the weights at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.weights: list[int] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._write([trainer.global_step])
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._write([trainer.global_step + 1, zlib.crc32(batch.input_ids.numpy().tobytes())])
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = [zlib.crc32(tensor.numpy().tobytes()) for _, tensor in ModuleWeights(pl_module.policy)]
+
+    def _write(self, entry: list[int]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def live(
+    folder: Path, kind: str, strategy: str, place: str, saved: str | None = None, resume: str | None = None
+) -> list[int]:
+    """One life of a run on a rank: until it is done, or killed.
+
+    Args:
+        folder: Of this launch: the trace.
+        kind: ``rl`` or ``sft``.
+        strategy: Name of the strategy; ``background rlhf_zero2`` saves in the background.
+        place: Of the run: model and data.
+        saved: Where to save after every optimizer step.
+        resume: Checkpoint to go on from.
+
+    Returns:
+        A checksum of each weight at the end.
+    """
+    os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
+    trace = Trace(folder / f"trace_{RANK}.jsonl")
+    saver = [] if saved is None else [ModelCheckpoint(saved, filename="{step}", every_n_train_steps=1)]
+    stage, micro = strategy.removeprefix("background rlhf_zero"), {"micro_batch_size": 8 // RANKS}
+    options: dict[str, Any] = {
+        "strategy": strategy if stage == strategy else RLHFDeepSpeedStrategy(int(stage), async_save=True),
+        "callbacks": [trace, *saver],
+        "use_distributed_sampler": False,
+        "max_epochs": EPOCHS,
+        "enable_checkpointing": saved is not None,
+        "accumulate_grad_batches": 2,
+    }
+    home = Path(place) / f"rank{RANK}"  # ranks must not write the same model
+    if kind == "rl":
+        trainer, module, data, _ = setup_run(home, data_arguments=micro, devices=RANKS, **options)
+        trainer.fit(module, data, ckpt_path=resume)
+    else:
+        model = str(tiny_model(home / "model"))
+        text = SFTDataModule([{"text": f"{i}+{i}={2 * i}"} for i in range(32)], tokenizer=model, **micro)
+        trainer = toys.trainer(ranks=RANKS, default_root_dir=str(home), **options)
+        trainer.fit(SFTModule(model, lr=1e-3), text, ckpt_path=resume)
+    return trace.weights
+
+
 def trace(folder: Path, rank: int) -> tuple[int, list[list[int]]]:
     """The step that a life began at, and each micro-batch with the step it belongs to."""
     lines = (folder / f"trace_{rank}.jsonl").read_text().splitlines()
@@ -46,11 +117,11 @@ def newest(saved: Path) -> tuple[int, Path | None]:
     return max(found, default=(0, None))
 
 
-def killed(function: str, count: int, folder: Path, delay: float, steps: int, **arguments: Any) -> None:
+def killed(count: int, folder: Path, delay: float, steps: int, **arguments: Any) -> None:
     """One life: killed a moment after so many more steps were saved."""
     saved = Path(arguments["saved"])
     before = newest(saved)[0]
-    processes = ranks.start(function, count, folder, **arguments)
+    processes = ranks.start(live, count, folder, **arguments)
     try:
         deadline = time.monotonic() + 600
         while newest(saved)[0] < before + steps and all(process.poll() is None for process in processes):
@@ -63,21 +134,20 @@ def killed(function: str, count: int, folder: Path, delay: float, steps: int, **
         ranks.stop(processes)
 
 
+StraightRun = Callable[[str, str, int], tuple[Any, list[list[list[int]]]]]
+
+
 @pytest.fixture(scope="module")
-def straight_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
-    """Weights and folder of the run that nobody kills, which is the same whether or not it saves in the background."""
+def straight_run(tmp_path_factory: pytest.TempPathFactory) -> StraightRun:
+    """Weights and traces of the run that nobody kills, which is the same whether or not it saves in the background."""
 
     @functools.cache
-    def run(kind: str, strategy: str, count: int) -> tuple[Any, Path]:
-        place, saving = tmp_path_factory.mktemp("straight"), {"saved": None, "resume": None}
-        shared = {"kind": kind, "strategy": strategy, "place": str(place / "place"), "epochs": EPOCHS}
-        return ranks.run("strategies.kill_cases:run", count, place / "run", **saving, **shared), place / "run"
+    def run(kind: str, strategy: str, count: int) -> tuple[Any, list[list[list[int]]]]:
+        place = tmp_path_factory.mktemp("straight")
+        weights = ranks.run(live, count, place / "run", kind=kind, strategy=strategy, place=str(place / "place"))
+        return weights, [trace(place / "run", rank)[1] for rank in range(count)]
 
-    def of(case: str) -> tuple[Any, Path]:
-        kind, strategy, count = CASES[case]
-        return run(kind, strategy.removeprefix("background "), count)
-
-    return of
+    return run
 
 
 FEW = [
@@ -88,27 +158,27 @@ FEW = [
 
 
 @pytest.mark.parametrize("case", FEW if KILLS <= 3 else CASES)
-def test_a_run_killed_at_random_is_the_straight_one(
-    straight_run: Callable[[str], tuple[Any, Path]], tmp_path: Path, case: str
-) -> None:
+def test_a_run_killed_at_random_is_the_straight_one(straight_run: StraightRun, tmp_path: Path, case: str) -> None:
     kind, strategy, count = CASES[case]
-    function, chance, saved = "strategies.kill_cases:run", random.Random(case), tmp_path / "saved"
-    shared: dict[str, Any] = {"kind": kind, "strategy": strategy, "place": str(tmp_path / "place"), "epochs": EPOCHS}
-    straight, traced = straight_run(case)
+    chance, saved = random.Random(case), tmp_path / "saved"
+    straight, learned_straight = straight_run(kind, strategy.removeprefix("background "), count)
     lives: list[Path] = []
+
+    def arguments() -> dict[str, Any]:
+        """Of the next life, which begins where the last one has saved."""
+        lives.append(tmp_path / f"life{len(lives)}")
+        resume, place = newest(saved)[1], str(tmp_path / "place")
+        shared = {"saved": str(saved), "resume": resume and str(resume), "place": place}
+        return shared | {"kind": kind, "strategy": strategy, "folder": lives[-1]}
+
     for life in range(KILLS):
-        step, resume = newest(saved)
-        if step == 2 * EPOCHS:
+        left = 2 * EPOCHS - newest(saved)[0]
+        if not left:
             break
-        arguments = shared | {"saved": str(saved), "resume": resume and str(resume)}
         # The second step is its epoch's last, where Lightning miscounts.
-        steps = min(chance.choice([1, 2, 2, 3]) if life else 2, 2 * EPOCHS - step)
-        lives.append(tmp_path / f"life{life}")
-        killed(function, count, lives[-1], chance.uniform(0.0, 0.4), steps, **arguments)
-    lives.append(tmp_path / "last")
-    resume = newest(saved)[1]
-    last = ranks.run(function, count, lives[-1], saved=str(saved), resume=resume and str(resume), **shared)
-    assert last == straight, "weights"
+        steps = min(chance.choice([1, 2, 2, 3]) if life else 2, left)
+        killed(count, delay=chance.uniform(0.0, 0.4), steps=steps, **arguments())
+    assert ranks.run(live, count, **arguments()) == straight, "weights"
     assert newest(saved)[0] == 2 * EPOCHS
     for rank in range(count):
         begun = [trace(life, rank)[0] for life in lives]
@@ -116,5 +186,5 @@ def test_a_run_killed_at_random_is_the_straight_one(
         for start, life in zip(begun, lives, strict=True):
             if start >= 0:  # a life that ended before it began to train has undone nothing
                 learned = [entry for entry in learned if entry[0] <= start] + trace(life, rank)[1]
-        assert learned == trace(traced, rank)[1], f"micro-batches of rank {rank}, lives from {begun}"
+        assert learned == learned_straight[rank], f"micro-batches of rank {rank}, lives from {begun}"
     assert not [path.name for path in saved.iterdir() if path.name.endswith((".tmp", ".old"))]

@@ -107,20 +107,6 @@ def test_the_launcher_gets_what_the_strategy_and_the_trainer_say() -> None:
     assert trainer.strategy.root_device == torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"launcher": "subprocess", "num_nodes": 2}, r"use Trainer\(num_nodes=...\)"),
-        ({"launcher": "ray", "resources_per_rank": {"CPU": 0}}, "resources_per_rank must name positive amounts"),
-        ({"launcher": "ray", "resources_per_rank": {}}, "resources_per_rank must name positive amounts"),
-        ({"launcher": "ray", "resources_per_rank": {"GPU": 0.5}}, "whole GPUs"),
-    ],
-)
-def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RLHFDeepSpeedStrategy(**arguments)
-
-
 def test_ray_inside_ranks_that_somebody_else_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")  # what Lightning takes as a sign of a launcher
     with pytest.raises(MisconfigurationException, match="one of several already"):
@@ -196,35 +182,32 @@ def test_ranks_know_where_they_are_and_their_text_reaches_the_driver(ray_session
     assert alive(tmp_path) == []
 
 
+FAILURES: list[tuple[Any, type[Exception], str]] = [
+    (ray_cases.fail_on_rank_one, ray_cases.PlainError, r"^rank one is unhappy$"),
+    # What a neighbour noticed is not the cause.
+    (ray_cases.fail_after_a_neighbour_noticed, KeyError, "the cause"),
+    (ray_cases.die_on_rank_one, RankError, r"rank 1 of 2 \(process \d+ on .*\) died"),
+    # An error that cannot travel.
+    (ray_cases.fail_oddly, RankError, r"rank [01] of 2 .* failed:\n(.*\n)*.*OddError: odd \(3\)"),
+]
+
+
 @pytest.mark.ray
-def test_an_error_comes_back_as_itself_with_rank_and_traceback(ray_session: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fail", "kind", "message"), FAILURES)
+def test_a_failure_is_raised_with_its_rank_and_traceback_and_ends_all_ranks(
+    ray_session: None, tmp_path: Path, request: pytest.FixtureRequest, fail: Any, kind: type[Exception], message: str
+) -> None:
+    if fail is not ray_cases.fail_on_rank_one:  # where the other rank would be waited for
+        request.getfixturevalue("patient")
     started = time.monotonic()
-    with pytest.raises(ray_cases.PlainError, match=r"^rank one is unhappy$") as caught:
-        ray_cases.launcher(RayLauncher).launch(ray_cases.fail_on_rank_one, str(tmp_path))
-    assert time.monotonic() - started < 500  # rank 0 would wait for 600 s
-    cause = str(caught.value.__cause__)
-    assert isinstance(caught.value.__cause__, RankError)
-    assert f"rank 1 of 2 (process {(tmp_path / 'pid_1').read_text()} on " in cause
-    assert "in fail_on_rank_one" in cause
-    assert alive(tmp_path) == []
-
-
-@pytest.mark.ray
-def test_the_cause_is_raised_not_what_a_neighbour_noticed(ray_session: None, tmp_path: Path, patient: None) -> None:
-    with pytest.raises(KeyError, match="the cause"):
-        ray_cases.launcher(RayLauncher).launch(ray_cases.fail_after_a_neighbour_noticed, str(tmp_path))
-
-
-@pytest.mark.ray
-def test_an_error_that_cannot_travel_is_told(ray_session: None, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"rank [01] of 2 .* failed:\n(.*\n)*.*OddError: odd \(3\)"):
-        ray_cases.launcher(RayLauncher).launch(ray_cases.fail_oddly, str(tmp_path))
-
-
-@pytest.mark.ray
-def test_a_killed_rank_ends_the_run_and_is_named(ray_session: None, tmp_path: Path, patient: None) -> None:
-    with pytest.raises(RankError, match=r"rank 1 of 2 \(process \d+ on .*\) died"):
-        ray_cases.launcher(RayLauncher).launch(ray_cases.die_on_rank_one, str(tmp_path))
+    with pytest.raises(kind, match=message) as caught:
+        ray_cases.launcher(RayLauncher).launch(fail, str(tmp_path))
+    assert time.monotonic() - started < 500  # ranks would wait for 600 s
+    if kind is not RankError:
+        cause = str(caught.value.__cause__)
+        assert isinstance(caught.value.__cause__, RankError)
+        assert f"rank 1 of 2 (process {(tmp_path / 'pid_1').read_text()} on " in cause
+        assert f"in {fail.__name__}" in cause
     assert alive(tmp_path) == []
 
 

@@ -1,31 +1,107 @@
 """``trainer.fit`` on two ranks of a real Ray gives the driver what a run in its own process would.
 
-Covers strategies/ray/remote_run.py, with ray_modules.py.
+Covers strategies/ray/remote_run.py.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerStatus
+from rl_runs import weights
+from torch import Tensor
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.ray import remote_run
 from rlhfkit.strategies.ray.remote_run import RunResult
-from strategies import toys
 from strategies.parity_cases import weight_difference
-from strategies.ray_modules import (
-    Failing,
-    HookRecorder,
-    SharedBatches,
-    Watched,
-    initial_weights,
-    weights,
-)
+from strategies.toys import ShareLoader, Toy, global_batches, trainer
 
 pytestmark = [pytest.mark.ray, pytest.mark.distributed]
+HOOKS = [
+    "setup",
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+    "teardown",
+]
+
+
+class Watched(Toy):
+    """Logs the loss over all ranks, says which rank it is, predicts."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        self.log("loss", loss.detach(), prog_bar=True, sync_dist=True)
+        if batch_index == 0:
+            print(f"first batch on rank {self.global_rank}")
+        return loss
+
+    def predict_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        return self.policy(input_ids=batch).logits[:, -1].argmax(-1)
+
+
+class Failing(Watched):
+    """Fails on all ranks in the third batch."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        if batch_index == 2:
+            raise ArithmeticError("no more")
+        return super().training_step(batch, batch_index)
+
+
+class SharedBatches(L.LightningDataModule):
+    """Each rank's share of three batches; remembers how many epochs it has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = 0
+
+    def share(self) -> ShareLoader:
+        assert self.trainer is not None
+        return ShareLoader(global_batches(3), self.trainer.global_rank, self.trainer.world_size)
+
+    def train_dataloader(self) -> ShareLoader:
+        self.epochs += 1
+        return self.share()
+
+    def val_dataloader(self) -> ShareLoader:
+        return self.share()
+
+    def predict_dataloader(self) -> ShareLoader:
+        return self.share()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs = state["epochs"]
+
+
+class HookRecorder(L.Callback):
+    """The order in which Lightning calls hooks; its state comes back from the ranks as any callback's does."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"called": list(self.called)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.called[:] = state["called"]
+
+
+for hook in HOOKS:
+    setattr(HookRecorder, hook, lambda self, *inputs, hook=hook, **more: self.called.append(hook))
 
 
 def on_ray(stage: int, **arguments: Any) -> RLHFDeepSpeedStrategy:
@@ -33,7 +109,7 @@ def on_ray(stage: int, **arguments: Any) -> RLHFDeepSpeedStrategy:
 
 
 def make_trainer(strategy: Any, devices: int, folder: Path, *callbacks: Any) -> Any:
-    return toys.trainer(
+    return trainer(
         strategy,
         devices,
         max_epochs=2,
@@ -90,6 +166,8 @@ def test_the_driver_gets_what_a_run_in_its_own_process_gives(
     """Sharded weights too: ranks with ZeRO 3, and a reference, which is not trained."""
     # A new AdamW would blow differences of 1e-7 between the weights that the second fit starts from up to 1e-4.
     plain_module, plain_data = Watched(model_folder, optimizer="sgd", reference=True), SharedBatches()
+    untrained = Watched(model_folder)
+    untrained.configure_model()
     plain = make_trainer("auto", 1, tmp_path / "plain")
     module, data = Watched(model_folder, optimizer="sgd", reference=True), SharedBatches()
     trainer = make_trainer(on_ray(3), 2, tmp_path / "ray", TQDMProgressBar())
@@ -102,7 +180,7 @@ def test_the_driver_gets_what_a_run_in_its_own_process_gives(
         assert state_after(trainer, data) == state_after(plain, plain_data)
         assert trainer.state.status == TrainerStatus.FINISHED
         assert weight_difference(weights(module), weights(plain_module)) < 1e-6
-        assert weight_difference(weights(module), initial_weights(model_folder)) > 1e-3
+        assert weight_difference(weights(module), weights(untrained)) > 1e-3
         assert Path(trainer.checkpoint_callback.best_model_path).is_dir()
         # The bar is rank 0's; lines of ranks are whole lines above it.
         lines = output.replace("\r", "\n").splitlines()
@@ -132,7 +210,7 @@ def test_an_error_in_training_runs_its_hooks_on_the_ranks(
     trainer = make_trainer(on_ray(2), 2, tmp_path, RichProgressBar(), saved)
     with pytest.raises(ArithmeticError, match="no more") as caught:
         trainer.fit(Failing(model_folder), datamodule=SharedBatches())
-    assert "ray_modules.py" in str(caught.value.__cause__)
+    assert "test_ray_launcher_fit.py" in str(caught.value.__cause__)
     assert "Epoch 0: " in capsys.readouterr().out
     assert trainer.state.status == TrainerStatus.INTERRUPTED
     # Saved by the ranks with their engines; the driver, where the hook runs too, has not written over it.

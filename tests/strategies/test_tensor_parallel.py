@@ -39,7 +39,8 @@ TWO_RANKS = ["dpo, stage 0", "dpo, stage 2", "ppo, stage 1", "ppo, stage 3", "lo
 
 def trained(folder: Path, number: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Losses and norms of each run, and its weights."""
-    reports = ranks.run("strategies.tensor_cases:train", number, folder / str(number), cases=cases, place=str(folder))
+    own = folder / f"{number} ranks, {', '.join(cases)}"
+    reports = ranks.run("strategies.tensor_cases:train", number, own, cases=cases, place=str(folder))
     for report in reports[1:]:
         assert report == reports[0], (
             "losses are averaged over ranks, and norms are of all parts: everybody saw the same"
@@ -74,17 +75,12 @@ class TestTwoRanks:
     def one(self, folder: Path) -> dict[str, Any]:
         return trained(folder, 1, {kind: {"stage": 0} for kind in KINDS})
 
-    @pytest.fixture(scope="class")
-    def two(self, request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
-        names = ranks.tested(request, "name")
-        cases = {name: {"stage": int(name[-1]), "tensor_parallel_size": 2} for name in names}
-        return trained(folder, 2, cases)
-
     @pytest.mark.parametrize(
         "name", [pytest.param(name, marks=[pytest.mark.smoke] * (name == "dpo, stage 2")) for name in TWO_RANKS]
     )
-    def test_losses_norms_and_weights_equal_one_rank(self, name: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+    def test_losses_norms_and_weights_equal_one_rank(self, name: str, folder: Path, one: dict[str, Any]) -> None:
         """Two updates of two micro-batches, clipped; a reference model, a critic, weights sent to an engine."""
+        two = trained(folder, 2, {name: {"stage": int(name[-1]), "tensor_parallel_size": 2}})
         check_equal(two[name], one[name.partition(",")[0]])
 
     @pytest.fixture(scope="class")
@@ -93,38 +89,29 @@ class TestTwoRanks:
         return report
 
     @pytest.mark.parametrize("stage", range(4))
-    def test_resuming_is_bitwise(self, stage: int, resumed: dict[str, Any]) -> None:
-        values = resumed[str(stage)]
-        assert values["weight"] == 0.0
-        assert values["norms"][1] == values["norms"][0][1:]
-
-    @pytest.mark.parametrize("stage", range(4))
-    def test_losses_and_norms_equal_one_rank_and_exported_folders_hold_whole_weights(
+    def test_resuming_is_bitwise_and_exported_folders_hold_whole_weights_and_their_averages(
         self, stage: int, folder: Path, one: dict[str, Any], resumed: dict[str, Any]
     ) -> None:
-        assert all(resumed[str(stage)]["divided"].values())
-        assert resumed[str(stage)]["losses"] == pytest.approx(one["sft"]["losses"], abs=TOLERANCE)
-        assert resumed[str(stage)]["norms"][0] == pytest.approx(one["sft"]["norms"], abs=TOLERANCE)
-        exported = load_file(folder / f"straight {stage}" / "model.safetensors")
-        own = {name.removeprefix("policy."): weight for name, weight in one["sft"]["weights"].items()}
-        assert exported.keys() <= own.keys()
+        run, alone = resumed[str(stage)], one["sft"]
+        assert all(run["divided"].values())
+        assert run["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)
+        assert run["norms"] == pytest.approx(alone["norms"], abs=TOLERANCE)
+        exported, average, last, at_stage_0 = (
+            load_file(folder / name / "model.safetensors")
+            for name in (
+                f"straight {stage}",
+                f"straight {stage} average",
+                f"resumed {stage} average",
+                "straight 0 average",
+            )
+        )
+        own = {name.removeprefix("policy."): weight for name, weight in alone["weights"].items()}
+        assert average.keys() == last.keys() == exported.keys() <= own.keys()
+        assert any(not torch.equal(average[name], exported[name]) for name in average)
         for name, weight in exported.items():
             torch.testing.assert_close(weight, own[name], rtol=0, atol=TOLERANCE)
-
-    @pytest.mark.parametrize("stage", range(4))
-    def test_the_average_of_the_weights_is_that_of_every_stage(
-        self, stage: int, folder: Path, resumed: dict[str, Any]
-    ) -> None:
-        first, last = (
-            load_file(folder / f"{kind} {stage} average" / "model.safetensors") for kind in ("straight", "resumed")
-        )
-        at_stage_0 = load_file(folder / "straight 0 average" / "model.safetensors")
-        unlike = load_file(folder / f"straight {stage}" / "model.safetensors")
-        assert first.keys() == last.keys() == unlike.keys()
-        assert any(not torch.equal(first[name], unlike[name]) for name in first)
-        for name, weight in first.items():
-            assert torch.equal(weight, last[name])
-            torch.testing.assert_close(weight, at_stage_0[name], rtol=0, atol=TOLERANCE)
+            assert torch.equal(average[name], last[name])
+            torch.testing.assert_close(average[name], at_stage_0[name], rtol=0, atol=TOLERANCE)
 
     def test_four_ranks_that_divide_tokens_and_weights_equal_one_rank(self, folder: Path, one: dict[str, Any]) -> None:
         """Also after resuming what two ranks have saved with the same size."""
@@ -187,46 +174,43 @@ def with_another_kind_of_layer() -> nn.Module:
     return model
 
 
-REFUSED: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
-    "no plan": (
-        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2)),
-        2,
-        "has no base_model",
-    ),
-    "no Hugging Face model": (lambda: nn.Linear(2, 2), 2, "Linear has no base_model_tp_plan"),
-    "a mixture": (
-        lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2)),
-        2,
-        "MixtralModel is a mixture of experts",
-    ),
-    "a style without its own layers": (
-        lambda: Phi3ForCausalLM(Phi3Config(**SIZES, pad_token_id=0)),
-        2,
-        "has the styles ['colwise_gather_output', 'rowwise_split_input']",
-    ),
-    "heads": (llama, 4, "4 attention heads and 2 key-value heads, which the size 4 does not divide"),
-    "features": (lambda: llama(intermediate_size=25), 2, "has 25 features to divide"),
-    "an adapter that is not LoRA alone": (lambda: with_adapters(dora=True), 2, "lora_magnitude_vector"),
-    "dropout of an adapter": (lambda: with_adapters(dropout=0.1), 2, "have dropout"),
-    "quantised": (lambda: _quantised(llama()), 2, "is quantised"),
-    "a weight that is not planned": (
-        with_an_unplanned_weight,
-        2,
-        "does not say what becomes of layers.1.self_attn.sinks",
-    ),
-    "another layer": (with_another_kind_of_layer, 2, "layers.0.mlp.up_proj is a Identity"),
-}
-
-
-def _quantised(model: nn.Module) -> nn.Module:
+def quantised() -> nn.Module:
+    model = llama()
     first: Any = next(model.parameters())
     first.quant_state = object()
     return model
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_divided_exactly_is_refused_with_what_to_do(case: str) -> None:
-    make, size, reason = REFUSED[case]
+def without_a_plan() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
+
+
+def mixture() -> nn.Module:
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
+
+
+def with_joined_layers() -> nn.Module:
+    return Phi3ForCausalLM(Phi3Config(**SIZES, pad_token_id=0, bos_token_id=0, eos_token_id=0))
+
+
+REFUSED: list[tuple[Callable[[], nn.Module], int, str]] = [
+    (without_a_plan, 2, "GPT2LMHeadModel has no base_model_tp_plan"),
+    (mixture, 2, "MixtralModel is a mixture of experts"),
+    (with_joined_layers, 2, "has the styles ['colwise_gather_output', 'rowwise_split_input']"),
+    (llama, 4, "4 attention heads and 2 key-value heads, which the size 4 does not divide"),
+    (lambda: llama(intermediate_size=25), 2, "has 25 features to divide"),
+    (lambda: with_adapters(dora=True), 2, "lora_magnitude_vector"),
+    (lambda: with_adapters(dropout=0.1), 2, "have dropout"),
+    (quantised, 2, "is quantised"),
+    (with_an_unplanned_weight, 2, "does not say what becomes of layers.1.self_attn.sinks"),
+    (with_another_kind_of_layer, 2, "layers.0.mlp.up_proj is a Identity"),
+]
+
+
+@pytest.mark.parametrize(("make", "size", "reason"), REFUSED)
+def test_what_cannot_be_divided_exactly_is_refused_with_what_to_do(
+    make: Callable[[], nn.Module], size: int, reason: str
+) -> None:
     with pytest.raises(MisconfigurationException, match="Use tensor_parallel_size=1") as error:
         plan_of("policy", make(), size)
     assert "'policy'" in str(error.value)

@@ -1,112 +1,202 @@
 """Training resumes with another number of ranks as with the same one, and not at another ZeRO stage.
 
-Covers strategies/checkpoint/universal.py and strategies/checkpoint/slow_steps.py, with universal_cases.py.
+Covers strategies/checkpoint/universal.py and strategies/checkpoint/slow_steps.py.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rl_runs import SaveAt
+from torch import Tensor
 
-from strategies import ranks
+import rlhfkit.strategies  # noqa: F401  (registers the names)
+from rlhfkit.checkpoints import CheckpointError
+from rlhfkit.modules.optimizers import Muon
+from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
+from strategies import ranks, toys
+from strategies.parity_cases import RANK, RANKS, Spy, weight_difference
 
 pytestmark = pytest.mark.distributed
 
-MUON = 5e-5
-"""Losses and weights may differ by this: torch's Muon rounds its momentum to bfloat16. Lost momenta are 1e-3 off."""
 
-Reports = dict[tuple[int, int], dict[str, Any]]
-"""(Ranks that saved, ranks that resumed) to what happened in each case."""
+class Case(NamedTuple):
+    """A checkpoint in the middle of an epoch."""
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: Any) -> Path:
-    """Where everything lies."""
-    return tmp_path_factory.mktemp("universal")
+    stage: int
+    saved_by: tuple[int, ...] = (1, 2)
+    tolerance: float = 1e-6
+    options: dict[str, Any] = {}
 
 
-@pytest.fixture(scope="module")
-def reports(root: Path, model_folder: str, tied_model_folder: str) -> Reports:
-    """Checkpoints of one and of two ranks, each resumed by one and by two."""
-    arguments = {"model": model_folder, "tied": tied_model_folder, "place": str(root / "place")}
-    for saved in (1, 2):
-        ranks.run("strategies.universal_cases:save", saved, root / f"save-{saved}", **arguments)
-    found = {}
-    for saved in (1, 2):
-        for count in (1, 2):
-            folder = root / f"{saved}-{count}"
-            results = ranks.run("strategies.universal_cases:resume", count, folder, saved_by=saved, **arguments)
-            assert all(result.keys() == results[0].keys() for result in results)
-            found[saved, count] = results[0]
+# torch's Muon rounds its momentum to bfloat16; lost momenta are 1e-3 off.
+MUON: dict[str, Any] = {"tolerance": 5e-5, "options": {"optimizer": "muon"}}
+CASES = {
+    **{f"stage {stage}": Case(stage) for stage in range(4)},
+    "tied": Case(3, saved_by=(2,)),
+    # 16-bit weights of 0.1 are 5e-4 apart, and a sum in another order may end on the other side.
+    "bf16": Case(3, saved_by=(1,), tolerance=5e-3, options={"trainer": {"precision": "bf16-true"}}),
+    "muon, stage 0": Case(0, saved_by=(1,), **MUON),
+    "muon, stage 2": Case(2, saved_by=(2,), **MUON),
+}
+
+
+class TwoGroups(toys.Toy):
+    """Two engines, of which the policy has groups with different weight decay, and a buffer."""
+
+    def configure_model(self) -> None:
+        first = not hasattr(self, "policy")
+        super().configure_model()
+        if first:
+            self.policy.register_buffer("seen", torch.zeros(1))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.policy.module.seen += 1
+        return super().training_step(batch, index)
+
+    def configure_optimizers(self) -> Any:
+        if self.hparams.optimizer == "sgd":
+            return torch.optim.SGD([{"params": self.policy.parameters()}, {"params": self.critic.parameters()}], lr=0.1)
+        plan = super().configure_optimizers()
+        muon = self.hparams.optimizer == "muon"
+        matrices = [p for p in self.policy.parameters() if getattr(p, "ds_shape", p.shape)[1:]]
+        vectors = [p for p in self.policy.parameters() if not getattr(p, "ds_shape", p.shape)[1:]]
+        optimizer = (Muon if muon else torch.optim.AdamW)(
+            [
+                {"params": matrices, "weight_decay": 0.3, "lr": 3e-3, **({"kind": "matrices"} if muon else {})},
+                {"params": vectors, "weight_decay": 0.0, "lr": 1e-3, "betas": (0.8, 0.95)},
+                {"params": self.critic.parameters(), "lr": 2e-3, "fused": True},
+            ]
+        )
+        plan["lr_scheduler"]["scheduler"] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return plan | {"optimizer": optimizer}
+
+
+class FixedSize(toys.ShareLoader):
+    """Four rows per rank and micro-batch: two ranks have half as many micro-batches as one, and no position to save."""
+
+    def __init__(self, batches: list[Tensor], rank: int, world_size: int) -> None:
+        rows = torch.cat(batches).split(4)
+        self.shares = list(rows[rank::world_size])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.shares)
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]  # a loader without state, as most are
+
+
+def run(stage: int, model: str, epochs: int, callbacks: list[Any], resume: Path | None = None, **options: Any) -> Any:
+    """Four global batches an epoch, accumulation 2."""
+    data = options.pop("data", toys.ShareLoader)
+    trainer_options = {"accumulate_grad_batches": 2} | options.pop("trainer", {})
+    module, spy = TwoGroups(model, critic=True, **options), Spy()
+    trainer = toys.trainer(
+        f"rlhf_zero{stage}", RANKS, max_epochs=epochs, callbacks=[spy, *callbacks], **trainer_options
+    )
+    trainer.fit(module, data(toys.global_batches(4), RANK, RANKS), ckpt_path=resume)
+    return module, spy, trainer
+
+
+def fixed_size(**trainer: Any) -> dict[str, Any]:
+    """Options of runs whose loaders do not say where they stand; eight micro-batches of four rows an epoch."""
+    return {"data": FixedSize, "trainer": {"accumulate_grad_batches": 4 // RANKS} | trainer}
+
+
+def save(folder: Path, models: dict[str, str]) -> None:
+    """Checkpoints in the middle of an epoch, and at the end of one."""
+    for name, case in CASES.items():
+        if RANKS in case.saved_by:
+            saver = SaveAt(folder / f"{name}.ckpt", 2)
+            run(case.stage, models.get(name, models["usual"]), 1, [saver], **case.options)
+    run(2, models["usual"], 1, [SaveAt(folder / "sgd.ckpt", 2)], optimizer="sgd")
+    end = ModelCheckpoint(dirpath=folder, filename="end", save_on_train_epoch_end=True)
+    savers = [end, SaveAt(folder / "inside.ckpt", 4 // RANKS)]
+    run(2, models["usual"], 1, savers, **fixed_size(enable_checkpointing=True))
+
+
+@contextmanager
+def only_read(place: Path) -> Iterator[None]:
+    """Checkpoints are as they were in the end, and no copy is left beside them."""
+
+    def files() -> dict[Path, int]:
+        return {file: file.stat().st_mtime_ns for file in place.rglob("*")}
+
+    before = files()
+    yield
+    assert RANK > 0 or files() == before
+
+
+def resume(folder: Path, models: dict[str, str], place: str, saved_by: int) -> dict[str, Any]:
+    """The rest of what another (or the same) number of ranks began; rank 0 writes weights into ``folder``."""
+    saved, model, other = Path(place), models["usual"], saved_by != RANKS
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        if saved_by in case.saved_by:
+            with only_read(saved):
+                module, spy, trainer = run(
+                    case.stage, models.get(name, model), 1, [], saved / f"{name}.ckpt", **case.options
+                )
+            assert (trainer.global_step, trainer.current_epoch, len(module.losses)) == (2, 1, 2), name
+            assert module.policy.seen.item() == 4, "a buffer that counts batches"
+            found[name] = [module.losses, module.learning_rates]
+            if RANK == 0:
+                torch.save(spy.weights, folder / f"{name}.pt")
+    # After an epoch the next one is dealt to the new ranks: all micro-batches for one rank, four for each of two.
+    module, _, trainer = run(2, model, 2, [], saved / "end.ckpt", **fixed_size())
+    assert (len(module.losses), trainer.global_step, trainer.current_epoch) == (8 // RANKS, 4, 2)
+    refused = [
+        (3, "stage 2", {}, r"at the ZeRO stages \{'(critic|policy)': 2, .*the number of ranks may be another one"),
+    ]
+    if other:
+        inside = rf"saved by {saved_by} rank\(s\) inside an epoch.*do not say where they stood"
+        refused.append((2, "inside", fixed_size(), inside))
+        if saved_by == 2:
+            nothing = r"keeps nothing\. The number of ranks changes only for optimizers that keep \['exp_avg'"
+            refused.append((2, "sgd", {"optimizer": "sgd"}, nothing))
+    for stage, name, options, message in refused:
+        with only_read(saved), pytest.raises(CheckpointError, match=message):
+            run(stage, model, 1, [], saved / f"{name}.ckpt", **options)
     return found
 
 
-def weight_difference(root: Path, saved: int, name: str) -> float:
-    """Between the weights after a resume with the same and with the other number of ranks."""
-    same, other = (torch.load(root / f"{saved}-{count}" / f"{name}.pt") for count in (saved, 3 - saved))
-    return max((same[key].double() - other[key].double()).abs().max().item() for key in same)
-
-
-@pytest.mark.parametrize(
-    ("saved", "case", "name", "tolerance"),
-    [
-        *((saved, f"stage {s}, middle", f"{s}-middle", 1e-6) for s in range(4) for saved in (1, 2)),
-        (2, "tied, stage 3, middle", "tied-3-middle", 1e-6),
-        # 16-bit weights of 0.1 are 5e-4 apart, and a sum in another order may end on the other side.
-        (1, "bf16, stage 3, middle", "bf16-3-middle", 5e-3),
-        (1, "muon, stage 0, middle", "muon-0-middle", MUON),
-        (2, "muon, stage 2, middle", "muon-2-middle", MUON),
-    ],
-)
-def test_a_run_goes_on_with_another_number_of_ranks_as_with_the_same(
-    reports: Reports, root: Path, saved: int, case: str, name: str, tolerance: float
+@pytest.mark.parametrize("saved_by", [1, 2])
+def test_a_run_goes_on_with_another_number_of_ranks_as_with_the_same_or_says_why_it_cannot(
+    tmp_path: Path, model_folder: str, tied_model_folder: str, saved_by: int
 ) -> None:
-    same, other = reports[saved, saved][case], reports[saved, 3 - saved][case]
-    # Two engines, groups of different learning rate and weight decay, a schedule, Adam's moments and a buffer.
-    assert other["losses"] == pytest.approx(same["losses"], abs=tolerance)
-    assert len(other["losses"]) == 2
-    assert other["rates"] == same["rates"]
-    assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (2, 1)
-    assert other["seen"] == same["seen"] == 4, "a buffer that counts batches"
-    assert weight_difference(root, saved, name) <= tolerance
+    """Two engines, groups of different learning rate and weight decay, a schedule, Adam's moments and a buffer."""
+    models = {"usual": model_folder, "tied": tied_model_folder}
+    ranks.run(save, saved_by, tmp_path / "saved", models=models)
+    folders = [tmp_path / "same", tmp_path / "other"]
+    same, other = (
+        ranks.run(resume, count, folder, models=models, place=str(tmp_path / "saved"), saved_by=saved_by)[0]
+        for count, folder in zip((saved_by, 3 - saved_by), folders, strict=True)
+    )
+    for name, (losses, rates) in same.items():
+        tolerance = CASES[name].tolerance
+        assert other[name] == [pytest.approx(losses, abs=tolerance), rates], name
+        apart = weight_difference(*(torch.load(folder / f"{name}.pt") for folder in folders))
+        assert apart <= tolerance, name
+    assert same
 
 
-@pytest.mark.parametrize("saved", [1, 2])
-def test_the_original_is_only_read_and_no_copy_is_left(reports: Reports, saved: int) -> None:
-    for case, values in reports[saved, 3 - saved].items():
-        assert set(values["left"]) <= {"end.ckpt", "middle.ckpt"}, case
-        assert values.get("untouched", True), case
+def slow(folder: Path) -> None:
+    """Rank 0 does not end while the others wait, after a step that works and one that fails."""
+    torch.distributed.init_process_group("gloo", rank=RANK, world_size=RANKS)
+    assert on_rank_zero(lambda: f"from rank {RANK}", timeout=60, doing="answering") == "from rank 0"
 
+    def broken() -> str:
+        raise CheckpointError("the disk is full")
 
-@pytest.mark.parametrize("saved", [1, 2])
-def test_what_cannot_be_dealt_anew_is_one_clear_error(reports: Reports, saved: int) -> None:
-    other = reports[saved, 3 - saved]
-    if saved == 2:
-        error = other["sgd, stage 2, middle"]["error"]
-        assert "keeps nothing. The number of ranks changes only for optimizers that keep" in error
-        assert "['exp_avg'" in error
-    for count in (1, 2):
-        error = reports[saved, count]["stage 2 to 3, middle"]["error"]
-        assert "at the ZeRO stages {'critic': 2, 'policy': 2}" in error or "{'policy': 2, 'critic': 2}" in error
-        assert "the number of ranks may be another one" in error
-    error = other["fixed size, middle"]["error"]
-    assert f"saved by {saved} rank(s) inside an epoch" in error
-    assert "do not say where they stood" in error
-
-
-@pytest.mark.parametrize("saved", [1, 2])
-def test_after_an_epoch_the_next_one_is_dealt_to_the_new_ranks(reports: Reports, saved: int) -> None:
-    same, other = reports[saved, saved]["fixed size, end"], reports[saved, 3 - saved]["fixed size, end"]
-    # Eight micro-batches of four rows an epoch: all for one rank, four for each of two.
-    assert (len(same["losses"]), len(other["losses"])) == ((4, 8) if saved == 2 else (8, 4))
-    assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (4, 2)
+    with pytest.raises(CheckpointError, match=r"^the disk is full$"):
+        on_rank_zero(broken, timeout=60, doing="sleeping")
+    with pytest.raises(CheckpointError, match=r"sleeping .*checkpoint_timeout\) took longer than 1 s on rank 0"):
+        on_rank_zero(lambda: threading.Event().wait(600), timeout=1.0, doing="sleeping")
 
 
 def test_an_error_of_rank_0_is_everybodys_and_nobody_waits_for_ever(tmp_path: Path) -> None:
-    first, second = ranks.run("strategies.universal_cases:slow", 2, tmp_path)
-    assert first[:2] == second[:2] == ["from rank 0", "the disk is full"]
-    for answers in (first, second):
-        assert "sleeping" in answers[2]
-        assert "took longer than 1 s on rank 0" in answers[2]
-        assert "checkpoint_timeout" in answers[2]
+    ranks.run(slow, 2, tmp_path)
