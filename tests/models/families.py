@@ -17,42 +17,37 @@ VOCABULARY, HIDDEN, CONTEXT = 128, 64, 128
 
 TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 # Heads of 32: vLLM's CPU attention has no smaller ones. Policies switch off the dropout.
-COMMON: dict[str, Any] = TOKENS | {
-    "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": CONTEXT, "attention_dropout": 0.1,
-}  # fmt: skip
+COMMON: dict[str, Any] = TOKENS | {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2}
+COMMON |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "attention_dropout": 0.1}
+COMMON |= {"max_position_embeddings": CONTEXT}
 GPT2: dict[str, Any] = TOKENS | {"n_embd": HIDDEN, "n_layer": 2, "n_head": 2, "n_positions": CONTEXT}
 ALTERNATING: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 FALCON = {name: value for name, value in COMMON.items() if name != "head_dim"}
+GEMMA3_TOWER = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 GEMMA3_WITH_TOWER: dict[str, Any] = {
     "text_config": COMMON | ALTERNATING | {"query_pre_attn_scalar": 32},
-    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "image_size": 28, "patch_size": 14},
+    "vision_config": GEMMA3_TOWER | {"hidden_size": 32, "intermediate_size": 32},
     "mm_tokens_per_image": 4,
     "image_token_index": 100,
     "boi_token_index": 101,
     "eoi_token_index": 102,
-}  # fmt: skip
-XLSTM: dict[str, Any] = TOKENS | {
-    "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_heads": 2, "chunk_size": 8, "mode": "inference",
-}  # fmt: skip
+}
+BLOOM = TOKENS | {"hidden_size": HIDDEN, "n_layer": 2, "n_head": 2}
+MPT = TOKENS | {"d_model": HIDDEN, "n_heads": 2, "n_layers": 2, "max_seq_len": CONTEXT, "expansion_ratio": 2}
+GPT_NEO = TOKENS | {"hidden_size": HIDDEN, "num_layers": 2, "num_heads": 2, "max_position_embeddings": CONTEXT}
+GPT_NEO |= {"attention_types": [[["global", "local"], 1]], "window_size": 4}
+XGLM = TOKENS | {"d_model": HIDDEN, "ffn_dim": 64, "num_layers": 2, "attention_heads": 2}
+XLSTM = TOKENS | {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_heads": 2, "chunk_size": 8, "mode": "inference"}
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MLA = {
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
-    "num_key_value_heads": 2, "head_dim": 32,
-}  # fmt: skip
-DEEPSEEK_MOE = {
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
-    "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-}  # fmt: skip
-MAMBA2 = {
-    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 8,
-    "mamba_n_groups": 1,
-}  # fmt: skip
-LINEAR = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
+MLA = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32)
+MLA |= {"num_key_value_heads": 2, "head_dim": 32}
+DEEPSEEK_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32}
+DEEPSEEK_MOE |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2}
+MAMBA2 |= {"mamba_chunk_size": 8, "mamba_n_groups": 1}
+LINEAR: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+LINEAR |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
 
 
 @dataclass(frozen=True)
@@ -123,8 +118,7 @@ FAMILIES: tuple[Family, ...] = (
     family("Arcee", "arcee"),
     family("Bamba", "bamba", MAMBA2, attn_layer_indices=[1], packed=False, notes=RECURRENT),
     family("BitNet", "bitnet"),
-    family("BLOOM", "bloom", base=TOKENS | {"hidden_size": HIDDEN, "n_layer": 2, "n_head": 2}, packed=False,
-        notes=INTERFACE + "; ALiBi"),
+    family("BLOOM", "bloom", base=BLOOM, packed=False, notes=INTERFACE + "; ALiBi"),
     family("CodeGen", "codegen", base=GPT2 | {"n_head": 4, "n_embd": 128, "rotary_dim": 16}, packed=False,
         notes=INTERFACE),
     family("Cohere", "cohere", logit_scale=0.5),
@@ -164,9 +158,7 @@ FAMILIES: tuple[Family, ...] = (
     family("GPT-2", "gpt2", base=GPT2),
     family("GPT BigCode (StarCoder)", "gpt_bigcode", base=GPT2),
     family("GPT-J", "gptj", base=GPT2 | {"rotary_dim": 16}, packed=False, notes=INTERFACE),
-    family("GPT-Neo", "gpt_neo", base=TOKENS | {"hidden_size": HIDDEN, "num_layers": 2, "num_heads": 2,
-        "max_position_embeddings": CONTEXT, "attention_types": [[["global", "local"], 1]], "window_size": 4},
-        packed=False, notes=INTERFACE),
+    family("GPT-Neo", "gpt_neo", base=GPT_NEO, packed=False, notes=INTERFACE),
     family("GPT-NeoX (Pythia)", "gpt_neox"),
     family("GPT-NeoX-Japanese", "gpt_neox_japanese", intermediate_multiple_size=2, packed=False, notes=INTERFACE),
     family("gpt-oss", "gpt_oss", ALTERNATING, MOE, packed=False, notes="learned attention sinks"),
@@ -188,8 +180,8 @@ FAMILIES: tuple[Family, ...] = (
     family("LFM2", "lfm2", layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, packed=False,
         notes="short convolutions"),
     family("Llama", "llama"),
-    family("Llama 4 (text)", "llama4_text", MOE, attention_chunk_size=4, layer_types=["chunked_attention",
-        "full_attention"], no_rope_layers=[1, 0], interleave_moe_layer_step=1, intermediate_size_mlp=64,
+    family("Llama 4 (text)", "llama4_text", MOE, attention_chunk_size=4, no_rope_layers=[1, 0],
+        layer_types=["chunked_attention", "full_attention"], interleave_moe_layer_step=1, intermediate_size_mlp=64,
         floor_scale=4, packed=False, notes="chunks, and positions counted over the row"),
     family("LongCat Flash", "longcat_flash", MLA, num_layers=1, n_routed_experts=4, zero_expert_num=2, moe_topk=2,
         ffn_hidden_size=64, expert_ffn_hidden_size=32, notes="multi-head latent attention"),
@@ -205,8 +197,7 @@ FAMILIES: tuple[Family, ...] = (
     family("Mixtral", "mixtral", MOE),
     family("ModernBERT decoder", "modernbert-decoder", local_attention=4, global_attn_every_n_layers=2),
     family("Moshi (text)", "moshi", ffn_dim=64, packed=False, notes=UNHEARD),
-    family("MPT", "mpt", base=TOKENS | {"d_model": HIDDEN, "n_heads": 2, "n_layers": 2, "max_seq_len": CONTEXT,
-        "expansion_ratio": 2}, packed=False, notes=INTERFACE + "; ALiBi"),
+    family("MPT", "mpt", base=MPT, packed=False, notes=INTERFACE + "; ALiBi"),
     family("nanochat", "nanochat"),
     family("Nemotron", "nemotron", packed=False, notes=UNHEARD),
     family("Nemotron-H", "nemotron_h", layers_block_type=["mamba", "attention", "mlp"], num_hidden_layers=3,
@@ -237,8 +228,7 @@ FAMILIES: tuple[Family, ...] = (
     family("Solar Open", "solar_open", DEEPSEEK_MOE),
     family("StableLM", "stablelm", packed=False, notes=INTERFACE),
     family("StarCoder 2", "starcoder2", sliding_window=4),
-    family("XGLM", "xglm", base=TOKENS | {"d_model": HIDDEN, "ffn_dim": 64, "num_layers": 2, "attention_heads": 2,
-        "max_position_embeddings": CONTEXT}, packed=False, notes=INTERFACE),
+    family("XGLM", "xglm", base=XGLM, max_position_embeddings=CONTEXT, packed=False, notes=INTERFACE),
     family("xLSTM", "xlstm", base=XLSTM, packed=False, notes=RECURRENT),
     family("Youtu", "youtu", MLA),
     family("Zamba 2", "zamba2", MAMBA2, num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "mamba"],

@@ -7,21 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.families import FAMILIES
+from models.conftest import Folders
 from rlhfkit import LoRA, SFTModule
 from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model
 from rlhfkit.models.load import disable_dropout
 
-CHOSEN = {family.name: family for family in FAMILIES}
-DENSE = ["Llama", "Gemma 3", "GPT-2", "GPT-NeoX (Pythia)", "Phi 3", "Qwen 3", "Qwen 2 MoE"]
+DENSE = ["llama", "gemma3_text", "gpt2", "gpt_neox", "phi3", "qwen3", "qwen2_moe"]
 IDS = torch.arange(2, 36).view(2, 17)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any) -> dict[str, str]:
-    """One folder for each model."""
-    root = tmp_path_factory.mktemp("models")
-    return {name: str(CHOSEN[name].save(root / str(i))) for i, name in enumerate([*DENSE, "Mixtral"])}
 
 
 def train(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -41,25 +33,25 @@ def check_equal(first: Any, second: Any) -> None:
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_tiles_of_any_size_change_nothing_but_rounding(folders: dict[str, str], name: str) -> None:
+def test_tiles_of_any_size_change_nothing_but_rounding(folders: Folders, name: str) -> None:
     plain = train(load_causal_lm(folders[name]))
     for tokens, options in ((5, {}), (True, {}), (1, {"gradient_checkpointing": True})):
         check_equal(plain, train(load_causal_lm(folders[name], loading=ModelLoading(tiled_mlp=tokens, **options))))
 
 
-def test_tiles_work_with_adapters_and_heads_of_scalars(folders: dict[str, str]) -> None:
+def test_tiles_work_with_adapters_and_heads_of_scalars(folders: Folders) -> None:
     torch.manual_seed(0)
-    plain = load_causal_lm(folders["Llama"], lora=LoRA(rank=2))
+    plain = load_causal_lm(folders["llama"], lora=LoRA(rank=2))
     torch.manual_seed(0)
-    tiled = load_causal_lm(folders["Llama"], lora=LoRA(rank=2), loading=ModelLoading(tiled_mlp=4))
+    tiled = load_causal_lm(folders["llama"], lora=LoRA(rank=2), loading=ModelLoading(tiled_mlp=4))
     check_equal(train(plain), train(tiled))
-    critic = load_scalar_model(folders["Llama"], head_std=0.0, loading=ModelLoading(tiled_mlp=4))
+    critic = load_scalar_model(folders["llama"], head_std=0.0, loading=ModelLoading(tiled_mlp=4))
     assert sum("forward" in vars(module) for module in critic.modules()) == 2
 
 
-def test_dropout_inside_a_tile_is_the_same_when_it_is_recomputed(folders: dict[str, str]) -> None:
+def test_dropout_inside_a_tile_is_the_same_when_it_is_recomputed(folders: Folders) -> None:
     model = load_causal_lm(
-        folders["GPT-2"], loading=ModelLoading(tiled_mlp=5)
+        folders["gpt2"], loading=ModelLoading(tiled_mlp=5)
     )  # drops a tenth in its MLP, in training mode
     mlp = model.transformer.h[0].mlp
     hidden = torch.randn(1, 12, 64, requires_grad=True)
@@ -99,8 +91,8 @@ def test_the_inner_activations_are_there_for_one_tile_only(tmp_path: Path) -> No
     assert growth[1] < 6 * 32 * 4 * 1.1
 
 
-def test_mixtures_of_experts_and_bad_arguments_are_refused(folders: dict[str, str]) -> None:
+def test_mixtures_of_experts_and_bad_arguments_are_refused(folders: Folders) -> None:
     with pytest.raises(ValueError, match="MixtralForCausalLM has no dense MLP"):
-        load_causal_lm(folders["Mixtral"], loading=ModelLoading(tiled_mlp=True))
+        load_causal_lm(folders["mixtral"], loading=ModelLoading(tiled_mlp=True))
     with pytest.raises(ValueError, match="set both, or neither"):
-        SFTModule(folders["Llama"], loading=ModelLoading(offload_activations=True))
+        SFTModule(folders["llama"], loading=ModelLoading(offload_activations=True))

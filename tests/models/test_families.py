@@ -10,9 +10,11 @@ from packaging.version import Version
 from tiny_models import local_engine
 from transformers import AutoModelForCausalLM
 
+from models.conftest import Folders
 from models.families import FAMILIES, Family
+from models.test_forward import answered
 from rlhfkit import SamplingSpec
-from rlhfkit.data import Experience, Prompt, Sample
+from rlhfkit.data import Experience, Prompt
 from rlhfkit.models import LoRA, load_causal_lm, policy_output
 from rlhfkit.models.attention.packed import PACKED_ATTENTION
 from rlhfkit.models.load import disable_dropout
@@ -26,30 +28,13 @@ PROMPTS = ([7, 8, 9, 10, 40, 33], [7, 8, 9, 10, 40, 33], [7, 8, 9, 51], [20, 21,
 COMPLETIONS = ([30, 31, 32], [30, 40, 35, 36, 37, 80], [42, 50], [70, 31, 32, 45, 46])
 
 
-def sample(index: int, prompt: list[int], tokens: list[int]) -> Sample:
-    return Sample(Prompt(index, prompt), 0, tokens, [0.0] * len(tokens), [0] * len(tokens), "stop", reward=0.0)
-
-
 def experience() -> Experience:
     """Four rows: two answers to one prompt, a prompt that begins alike, and another; all longer than any window."""
-    rows = [sample(row, *parts) for row, parts in enumerate(zip(PROMPTS, COMPLETIONS, strict=True))]
-    return Experience.from_samples(rows)
+    return answered(zip(PROMPTS, COMPLETIONS, strict=True))
 
 
-def folder_of(family: Family, root: Path) -> Path:
-    folder = root / family.name.replace(" ", "-")
-    return folder if folder.exists() else family.save(folder)
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("families")
-
-
-COMMON = {
-    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3", "phi3",
-    "gpt2", "deepseek_v3",
-}  # fmt: skip
+MIXTURES = {"mixtral", "qwen3_moe", "deepseek_v3"}
+COMMON = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt2"} | MIXTURES
 """Types of the families that every run of the tests looks at."""
 
 
@@ -66,7 +51,7 @@ def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
 
-def plain_model(folder: Path, family: Family) -> Any:
+def plain_model(folder: Path | str, family: Family) -> Any:
     """Transformers' model with its own attention."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=family.reference, dtype=torch.float32)
     disable_dropout(model)
@@ -99,9 +84,9 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     return float((torch.stack(squares).sum() / torch.stack([(one**2).sum() for one in theirs.values()]).sum()).sqrt())
 
 
-def test_log_probs_entropy_and_gradient_are_those_of_each_sequence_alone(family: Family, root: Path) -> None:
-    folder = folder_of(family, root)
-    model, batch = load_causal_lm(str(folder)), experience()
+def test_log_probs_entropy_and_gradient_are_those_of_each_sequence_alone(family: Family, folders: Folders) -> None:
+    folder = folders[family.name]
+    model, batch = load_causal_lm(folder), experience()
     disable_dropout(model)
     seen: list[int] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: seen.append(ids[0].numel()))
@@ -118,24 +103,22 @@ def test_log_probs_entropy_and_gradient_are_those_of_each_sequence_alone(family:
     assert seen[-1] == (sum(map(len, PROMPTS)) + sum(map(len, COMPLETIONS)) - shared if packed else 4 * 12)
 
 
-def test_samples_of_the_local_engine_have_the_trainers_log_probs(family: Family, root: Path) -> None:
-    folder = folder_of(family, root)
-    model = load_causal_lm(str(folder)).eval()
+def test_samples_of_the_local_engine_have_the_trainers_log_probs(family: Family, folders: Folders) -> None:
+    folder = folders[family.name]
+    model = load_causal_lm(folder).eval()
     engine = local_engine(folder, model)
     prompts = [Prompt(index, prompt) for index, prompt in enumerate(PROMPTS[1:])]
     samples = engine.generate(prompts, SamplingSpec(group_size=2, max_new_tokens=5, seed=3), iteration=0)
-    batch = Experience.from_samples(
-        [sample(0, one.prompt.token_ids.tolist(), one.token_ids.tolist()) for one in samples]
-    )
+    batch = answered((one.prompt.token_ids.tolist(), one.token_ids.tolist()) for one in samples)
     with torch.no_grad():
         out = policy_output(model, batch, batch.action_mask)
     theirs = torch.cat([torch.tensor(one.logprobs) for one in samples])
     torch.testing.assert_close(out.logprobs[batch.action_mask], theirs, rtol=0, atol=TOLERANCE)
 
 
-def test_what_is_saved_and_exported_says_the_same(family: Family, root: Path, tmp_path: Path) -> None:
-    folder, batch = folder_of(family, root), experience()
-    model = load_causal_lm(str(folder), lora=LoRA(rank=2)).eval()
+def test_what_is_saved_and_exported_says_the_same(family: Family, folders: Folders, tmp_path: Path) -> None:
+    folder, batch = folders[family.name], experience()
+    model = load_causal_lm(folder, lora=LoRA(rank=2)).eval()
     disable_dropout(model)
     policy_output(model, batch, batch.action_mask).logprobs.sum().backward()
     with torch.no_grad():

@@ -1,14 +1,13 @@
 """The choice of experts, recorded and replayed, against a model whose routers are told by hand."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from models.families import FAMILIES
+from models.conftest import Folders
 from rlhfkit.models import ModelLoading, load_causal_lm, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.models.routing import attach_routing
@@ -29,13 +28,6 @@ def output(model: nn.Module, routing: Any = None) -> Any:
     return policy_output(model, Rows(), Rows().attention_mask[:, 1:], routing=routing)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    torch.set_num_threads(1)
-    table = {entry.model_type: entry for entry in FAMILIES}
-    return {name: table[name].save(tmp_path_factory.mktemp(name)) for name in (*MIXTURES, "qwen3")}
-
-
 def load(folder: str, attention: str | None = None) -> Any:
     model = load_causal_lm(folder, dtype=torch.float32, loading=ModelLoading(attention=attention))
     disable_dropout(model)
@@ -53,8 +45,8 @@ def updated(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_only_the_choice_is_replayed(name: str, folders: dict[str, Path]) -> None:
-    model = load(str(folders[name]))
+def test_only_the_choice_is_replayed(name: str, folders: Folders) -> None:
+    model = load(folders[name])
     free = output(model)
     attach_routing(model)
     recorded = output(model, True)
@@ -80,9 +72,9 @@ def told_by_hand(router: nn.Module, experts: Tensor) -> Any:
     return forward
 
 
-def test_replayed_outputs_and_gradients_are_those_of_routers_told_by_hand(folders: dict[str, Path]) -> None:
-    model = load(str(folders["mixtral"]))
-    by_hand = load(str(folders["mixtral"]), attention="sdpa")
+def test_replayed_outputs_and_gradients_are_those_of_routers_told_by_hand(folders: Folders) -> None:
+    model = load(folders["mixtral"])
+    by_hand = load(folders["mixtral"], attention="sdpa")
     attach_routing(model)
     with torch.no_grad():
         routing = output(model, True).routing
@@ -108,20 +100,20 @@ def test_replayed_outputs_and_gradients_are_those_of_routers_told_by_hand(folder
         torch.testing.assert_close(weight.grad, theirs[name].grad, atol=2e-5, rtol=2e-5)  # sums of 13 tokens
 
 
-def test_what_cannot_be_replayed_is_refused(folders: dict[str, Path]) -> None:
+def test_what_cannot_be_replayed_is_refused(folders: Folders) -> None:
     with pytest.raises(ValueError, match="has no routers whose choice can be replayed"):
-        attach_routing(load(str(folders["qwen3"])))
-    model = load(str(folders["mixtral"]))
+        attach_routing(load(folders["qwen3"]))
+    model = load(folders["mixtral"])
     with pytest.raises(ValueError, match="needs attach_routing"):
         output(model, True)
-    padded = load(str(folders["mixtral"]), attention="sdpa")
+    padded = load(folders["mixtral"], attention="sdpa")
     attach_routing(padded)
     with pytest.raises(ValueError, match="needs attach_routing\\(\\) and our packed attention"):
         output(padded, True)
 
 
-def test_a_copy_of_the_model_keeps_its_own_routers(folders: dict[str, Path]) -> None:
-    model = load(str(folders["mixtral"]))
+def test_a_copy_of_the_model_keeps_its_own_routers(folders: Folders) -> None:
+    model = load(folders["mixtral"])
     attach_routing(model)
     routing, before = output(model, True).routing, output(model).logprobs
     other = updated(copy.deepcopy(model))

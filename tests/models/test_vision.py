@@ -4,8 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import PIL.Image
 import pytest
 import torch
 from lazy_module import LazyModule
@@ -14,13 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.models.smolvlm import processing_smolvlm
 
-from models.vision_families import SIDE, VISION_FAMILIES, save_vision_model
+from models.vision_families import VISION_FAMILIES, picture, save_vision_model
 from rlhfkit import SFTModule
 from rlhfkit.cli.export import merge_adapter
-from rlhfkit.data.images import Image
 from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, load_scalar_model, policy_output, reward_output, vision
 from rlhfkit.models.attention.families import BOTH_WAYS, sees_images
-from rlhfkit.models.forward import forward_of, packs_batches
+from rlhfkit.models.forward import UnpaddedBatch, forward_of, packs_batches
 from rlhfkit.models.heads import row_difference
 from rlhfkit.models.lora import adapter_layers, vision_parameters
 from rlhfkit.models.vision import VISION_FAMILIES as KNOWN
@@ -29,12 +26,6 @@ from rlhfkit.models.vision import VisionProcessor, image_token_id, load_processo
 peft = LazyModule("peft")
 
 TOLERANCE = 2e-5
-
-
-def picture(seed: int) -> PIL.Image.Image:
-    width, height = (3 * SIDE, SIDE) if seed == 2 else (SIDE, SIDE)
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return PIL.Image.fromarray(pixels)
 
 
 @pytest.fixture(scope="session")
@@ -83,11 +74,8 @@ class Case:
         self.ids: list[Tensor] = []
         attachments = []
         for seeds, text, answer in rows:
-            images = [picture(seed) for seed in seeds]
-            attachments.append(
-                tuple(Image.of(image, f"image {seed}") for image, seed in zip(images, seeds, strict=True))
-            )
-            given: Any = {"images": [images]} if images else {}
+            attachments.append(tuple(picture(seed, wide=seed == 2) for seed in seeds))
+            given: Any = {"images": [[image.open() for image in attachments[-1]]]} if seeds else {}
             inputs = dict(self.processor(text=[text.replace("IMAGE", token)], return_tensors="pt", **given))
             done = torch.tensor([[*self.processor.tokenizer(answer)["input_ids"], 1]])
             for name in ("token_type_ids", "mm_token_type_ids"):
@@ -126,10 +114,8 @@ def plain_model(folder: Path) -> Any:
 @pytest.mark.parametrize("attention", [None, "sdpa"])
 def test_values_and_gradients_are_those_of_transformers(family: str, attention: str | None, root: Path) -> None:
     folder = folder_of(family, root)
-    case, model = (
-        case_of(family, folder),
-        load_causal_lm(str(folder), loading=ModelLoading(attention=attention, train_vision=True)),
-    )
+    model = load_causal_lm(str(folder), loading=ModelLoading(attention=attention, train_vision=True))
+    case = case_of(family, folder)
     assert packs_batches(model) == (attention is None and family not in BOTH_WAYS)
     plain = plain_model(folder).train()
     found = policy_output(model, case.batch, case.mask).logprobs
@@ -165,6 +151,7 @@ def test_a_reward_model_is_the_model_with_a_head_also_from_its_own_files(
         expected = (last @ model.model.score.weight.T)[:, 0]
         for each in (model, again):
             torch.testing.assert_close(reward_output(each, case.batch), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert row_difference(model, case.batch, 2) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl"])
@@ -173,14 +160,10 @@ def test_an_image_of_a_group_goes_through_the_tower_once(name: str, root: Path) 
     model, case = load_causal_lm(str(folder)), Case(folder, rows=ROWS[:3])
     inputs = forward_of(model).inputs(case.batch).arguments
     layout = inputs["packed_layout"]
-    one = processed_size(folder, case)
+    one = case.alone[0]["pixel_values"].numel()
     assert inputs["pixel_values"].numel() == 2 * one  # three rows, two of them with one image
     first = int((case.ids[0] == image_token_id(model.config)).nonzero()[0])
     assert layout.prefixes[1] > first >= layout.prefixes[2] > 0
-
-
-def processed_size(folder: Path, case: Case) -> int:
-    return int(case.alone[0]["pixel_values"].numel())
 
 
 def test_rows_with_equal_text_and_swapped_images_differ(root: Path) -> None:
@@ -248,29 +231,23 @@ def test_an_adapter_of_both_parts_is_the_same_in_every_export(name: str, root: P
     assert load_processor(str(tmp_path / "command")).image_token == load_processor(str(folder)).image_token
 
 
-def test_texts_alone_and_the_row_check(family: str, root: Path) -> None:
-    folder = folder_of(family, root)
-    case, model = case_of(family, folder), load_causal_lm(str(folder)).eval()
-    assert row_difference(model, case.batch, 2) < 1e-4
-    texts = Case(folder, rows=[((), "no image", "yes"), ((), "none at all", "no")])
-    found = policy_output(model, texts.batch, texts.mask).logprobs
-    for row, wanted in enumerate(texts.plain_logprobs(plain_model(folder).eval())):
-        torch.testing.assert_close(found[row, : len(wanted)], wanted, atol=TOLERANCE, rtol=0)
-
-
-def test_ranks_without_images_compute_one_where_others_would_wait_for_them(
+def test_texts_alone_and_where_other_ranks_would_wait_for_a_picture(
     family: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A picture of which nothing is wanted: numbers are the texts' own, and gradients of the vision part 0."""
+    """One of which nothing is wanted: numbers are the texts' own, and gradients of the vision part 0."""
     folder = folder_of(family, root)
     case = case_of(family, folder)
     texts = Case(folder, rows=[((), "?", "yes"), ((), "?", "no")])  # shorter than the tokens of a picture
-    monkeypatch.setattr(vision, "get_world_size", lambda: 2)
-    for trained in (True, False):
+    expected = texts.plain_logprobs(plain_model(folder))
+    for ranks, trained in ((1, True), (2, True), (2, False)):
+        monkeypatch.setattr(vision, "get_world_size", lambda ranks=ranks: ranks)
         model = load_causal_lm(str(folder), loading=ModelLoading(train_vision=trained))
         found = policy_output(model, texts.batch, texts.mask).logprobs
-        for row, wanted in enumerate(texts.plain_logprobs(plain_model(folder))):
+        for row, wanted in enumerate(expected):
             torch.testing.assert_close(found[row, : len(wanted)], wanted, atol=TOLERANCE, rtol=0)
+        if ranks == 1:
+            assert "pixel_values" not in forward_of(model).inputs(texts.batch).arguments
+            continue
         found.sum().backward()
         reached = {name: one.grad for name, one in vision_parameters(model) if one.grad is not None}
         assert not any(bool(gradient.any()) for gradient in reached.values())
@@ -291,17 +268,24 @@ def test_tokens_of_images_must_be_those_of_the_images(root: Path) -> None:
         policy_output(model, case.batch, case.mask)
 
 
+def test_several_images_are_refused_where_they_are_another_computation(root: Path) -> None:
+    case = Case(folder_of("llava_onevision", root), rows=[((0,), QUESTION, "red")])
+    ids = case.batch.input_ids.repeat(1, 2)
+    batch = UnpaddedBatch(ids, (case.batch.attachments[0] * 2,))
+    with pytest.raises(ValueError, match="one image a row"):
+        policy_output(load_causal_lm(str(root / "llava_onevision")), batch, batch.attention_mask[:, 1:])
+
+
 def test_images_side_by_side_are_refused_where_they_are_one_to_the_model(root: Path) -> None:
     rows = [((0, 1), "IMAGEIMAGE same?", "no")]
-    qwen, idefics = (folder_of(name, root) for name in ("qwen2_5_vl", "idefics3"))
-    for folder in (qwen, idefics):
-        case, model = Case(folder, rows=rows), load_causal_lm(str(folder))
-        if folder is qwen:
-            with pytest.raises(ValueError, match="sequence 0 of the batch has images side by side"):
-                policy_output(model, case.batch, case.mask)
-        else:
-            found = policy_output(model, case.batch, case.mask).logprobs[0]
-            torch.testing.assert_close(found, case.plain_logprobs(plain_model(folder))[0], atol=TOLERANCE, rtol=0)
+    folder = folder_of("qwen2_5_vl", root)
+    case = Case(folder, rows=rows)
+    with pytest.raises(ValueError, match="sequence 0 of the batch has images side by side"):
+        policy_output(load_causal_lm(str(folder)), case.batch, case.mask)
+    folder = folder_of("idefics3", root)
+    case = Case(folder, rows=rows)
+    found = policy_output(load_causal_lm(str(folder)), case.batch, case.mask).logprobs[0]
+    torch.testing.assert_close(found, case.plain_logprobs(plain_model(folder))[0], atol=TOLERANCE, rtol=0)
 
 
 def test_models_that_cannot_see_refuse_images(root: Path, tmp_path: Path) -> None:
@@ -317,33 +301,17 @@ def test_models_that_cannot_see_refuse_images(root: Path, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="no vision part"):
         load_causal_lm(str(text), lora=LoRA(modality="vision"))
     assert not sees_images(load_causal_lm(str(text)).config)
-
-
-def test_a_model_with_several_images_a_row_is_refused_where_that_is_another_computation(root: Path) -> None:
-    folder = folder_of("llava_onevision", root)
-    case = Case(folder, rows=[((0,), QUESTION, "red")])
-    image = case.batch.attachments[0][0]
-    case.batch.attachments = ((image, image),)
-    twice = torch.cat([case.batch.input_ids, case.batch.input_ids], 1)
-    batch = SimpleNamespace(
-        input_ids=twice, attention_mask=torch.ones_like(twice, dtype=torch.bool), attachments=case.batch.attachments
-    )
-    with pytest.raises(ValueError, match="one image a row"):
-        policy_output(load_causal_lm(str(folder)), batch, torch.ones(1, twice.shape[1] - 1, dtype=torch.bool))
-
-
-def test_a_folder_without_a_processor_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no processor for images"):
-        load_processor(str(tiny_model(tmp_path / "text")))
+        load_processor(str(text))
 
 
 def test_processed_images_are_kept_up_to_a_size(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of("idefics3", root)
     config = load_causal_lm(str(folder)).config
     processor = VisionProcessor(str(folder), KNOWN["idefics3"], image_token_id(config))
-    images = [Image.of(picture(seed), str(seed)) for seed in range(4)]
+    images = [picture(seed) for seed in range(4)]
     first = processor.read(images[0])
-    assert processor.read(Image.of(picture(0), "again")) is first
+    assert processor.read(picture(0)) is first
     monkeypatch.setattr(vision, "CACHED_BYTES", 2 * vision._size(first))
     for image in images:
         processor.read(image)

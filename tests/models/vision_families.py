@@ -15,19 +15,13 @@ from rlhfkit.data.types import Prompt
 from rlhfkit.models import vision
 
 SIDE = 28
-TEXT: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 512, "initializer_range": 0.1, "pad_token_id": 0,
-    "eos_token_id": 1, "bos_token_id": None, "tie_word_embeddings": True,
-}  # fmt: skip
-TOWER: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": SIDE,
-    "patch_size": 7,
-}  # fmt: skip
-QWEN_TOWER: dict[str, Any] = {
-    "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
-    "temporal_patch_size": 2, "spatial_merge_size": 2,
-}  # fmt: skip
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT: dict[str, Any] = SIZES | {"vocab_size": 128, "num_key_value_heads": 1, "max_position_embeddings": 512}
+TEXT |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+TEXT |= {"initializer_range": 0.1, "tie_word_embeddings": True}
+TOWER: dict[str, Any] = SIZES | {"image_size": SIDE, "patch_size": 7}
+QWEN_TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
+QWEN_TOWER |= {"out_hidden_size": 64, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}IMAGE{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
@@ -191,9 +185,10 @@ def save_vision_model(name: str, folder: Path) -> Path:
     return folder
 
 
-def picture(seed: int) -> Image:
+def picture(seed: int, *, wide: bool = False) -> Image:
     """A picture of noise."""
-    pixels = np.random.default_rng(seed).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
+    width = 3 * SIDE if wide else SIDE
+    pixels = np.random.default_rng(seed).integers(0, 255, (SIDE, width, 3), dtype=np.uint8)
     return Image.of(PIL.Image.fromarray(pixels), f"image {seed}")
 
 

@@ -8,22 +8,20 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_model
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.attention import varlen_reference
 from models.attention.varlen_reference import plug_in
-from models.test_forward import experience
-from rlhfkit.data import Experience, Prompt, Sample
+from models.test_forward import answered, experience
+from rlhfkit.data import Experience
 from rlhfkit.models import ModelLoading, load_causal_lm, policy_output
 from rlhfkit.models.attention import varlen
 from rlhfkit.models.attention.layout import AttentionOptions, PackedLayout, read_rows
@@ -106,25 +104,15 @@ def test_every_sequence_attends_to_itself_alone_forward_and_backward(kernel: str
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def group_batch() -> Experience:
     """Rows that share prompts, one of which another contains, and one of a single prompt token."""
     prompts = [[7, 8, 9, 10]] * 3 + [[7, 8], [20], [7, 8, 9, 10, 30]]
     answers = [[30, 31, 32], [30, 40], [30, 40], [9, 50], [30], [5] * 20]
-    return Experience.from_samples(
-        [
-            Sample(Prompt(row, prompt), 0, answer, [0.0] * len(answer), [0] * len(answer), "stop", reward=0.0)
-            for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-        ]
-    )
+    return answered(zip(prompts, answers, strict=True))
 
 
 @pytest.mark.parametrize("kernel", [*KERNELS, "buckets"])
-def test_a_model_gives_what_the_padded_model_gives(folder: Path, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_gives_what_the_padded_model_gives(folder: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradient checkpointing the trial of a kernel runs within a layer whose activations are not kept."""
     plug_in(monkeypatch, *KERNELS)
     for checkpointing, batch in (
@@ -135,7 +123,7 @@ def test_a_model_gives_what_the_padded_model_gives(folder: Path, kernel: str, mo
         results = []
         for packed in (True, False):
             how = ModelLoading(attention=None if packed else "sdpa", gradient_checkpointing=checkpointing)
-            model: Any = load_causal_lm(str(folder), dtype=torch.float64, loading=how)
+            model: Any = load_causal_lm(folder, dtype=torch.float64, loading=how)
             if packed:
                 model.config._attn_implementation = PACKED_ATTENTIONS[kernel]
             out = policy_output(model, batch, batch.action_mask, entropy=True)
@@ -161,53 +149,33 @@ def test_the_installed_varlen_attn_takes_what_it_is_given() -> None:
     assert [known[name].kind for name in mine] == [parameter.kind for parameter in mine.values()]
 
 
-def top_left(function: Any) -> Any:
+def top_left(
+    function: Any, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *sizes: int, **how: Any
+) -> Tensor:
     """A kernel whose first query belongs to the first key, as in flash-attn 2.0: the row in reverse."""
-
-    @functools.wraps(function)
-    def run(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *more: Any, **kwargs: Any) -> Tensor:
-        keys, ends = [], cu_k.tolist()
-        for first, queries in zip(ends, cu_q.diff().tolist(), strict=False):
-            keys += range(first, first + queries)
-        options = (more[0], more[0])
-        return function(query, key[keys], value[keys], cu_q, cu_q, *options, **kwargs)
-
-    return run
+    keys, ends = [], cu_k.tolist()
+    for first, queries in zip(ends, cu_q.diff().tolist(), strict=False):
+        keys += range(first, first + queries)
+    return function(query, key[keys], value[keys], cu_q, cu_q, sizes[0], sizes[0], **how)
 
 
-def wide_window(function: Any) -> Any:
+def wide_window(function: Any, *given: Any, window_size: tuple[int, int], **how: Any) -> Tensor:
     """A kernel whose window sees one key more."""
-
-    @functools.wraps(function)
-    def run(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> Tensor:
-        before = window_size[0]
-        return function(*args, window_size=(before + (before >= 0), 0), **kwargs)
-
-    return run
+    before = window_size[0]
+    return function(*given, window_size=(before + (before >= 0), 0), **how)
 
 
-def other_heads(function: Any) -> Any:
+def other_heads(function: Any, query: Tensor, key: Tensor, *given: Any, **how: Any) -> Tensor:
     """A kernel in which query heads read the key heads in turn."""
-
-    @functools.wraps(function)
-    def run(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return function(
-            query.unflatten(1, (-1, key.shape[1])).transpose(1, 2).flatten(1, 2), key, value, *args, **kwargs
-        )
-
-    return run
+    return function(query.unflatten(1, (-1, key.shape[1])).transpose(1, 2).flatten(1, 2), key, *given, **how)
 
 
-def refusing(function: Any) -> Any:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nat line 3")
-
-    return run
+def refusing(*_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nat line 3")
 
 
 @pytest.mark.parametrize(
-    ("wrap", "why"),
+    ("wrong", "why"),
     [
         (top_left, "away from PyTorch's own attention, window None"),
         (wide_window, "away from PyTorch's own attention, window 4"),
@@ -217,9 +185,9 @@ def refusing(function: Any) -> Any:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_kernel_that_fails_its_trial_is_not_used_and_one_line_says_why(
-    wrap: Any, why: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong: Any, why: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plug_in(monkeypatch, "varlen", wrap=wrap)
+    plug_in(monkeypatch, "varlen", wrap=lambda right: functools.wraps(right)(functools.partial(wrong, right)))
     case = varlen.Case(torch.device("cpu"), dtype, 4, 2, 16, 16, dropout=False)
     with caplog.at_level(logging.INFO, logger="rlhfkit"):
         assert [varlen.choose_kernel(case, "auto") for _ in range(2)] == [None, None]
@@ -297,15 +265,9 @@ def test_the_first_kernel_that_can_run_is_chosen_and_logged_once(
     assert not out.any()  # the probability reaches the kernel
 
 
-def packed(lengths: list[int], heads: int = 4, key_heads: int = 2, size: int = 8) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    shapes = [(1, heads, sum(lengths), size)] + [(1, key_heads, sum(lengths), size)] * 2
-    return tuple(torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
-
-
 def test_a_nan_in_one_sequence_stays_there() -> None:
     lengths = [4, 3, 5]
-    query, key, value = packed(lengths)
+    query, key, value = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
     value[:, :, 5] = torch.nan  # second token of the second sequence
     layout = PackedLayout.from_lengths(lengths, query.device)
     out, _ = packed_attention(torch.nn.Identity(), query, key, value, None, packed_layout=layout)
@@ -322,12 +284,12 @@ def test_padding_within_a_bucket_is_less_than_twofold() -> None:
 
 
 def test_a_layer_that_is_not_causal_sees_everything() -> None:
-    query, key, value = packed([6])
+    query, key, value = (torch.randn(1, heads, 6, 8) for heads in (4, 2, 2))
     tower = torch.nn.Identity()
     tower.is_causal = False
     out, _ = packed_attention(tower, query, key, value, None)
     everything = scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    torch.testing.assert_close(out, everything.transpose(1, 2), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, everything.transpose(1, 2))
 
 
 class Largest(TorchDispatchMode):
@@ -344,9 +306,9 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("count", [16, 64])
-def test_no_tensor_grows_with_the_square_of_the_packed_row(folder: Path, count: int) -> None:
+def test_no_tensor_grows_with_the_square_of_the_packed_row(folder: str, count: int) -> None:
     """The largest one has 128 numbers a token (the gate of the feed-forward network, the logits): no (N, N) mask."""
-    model, batch = load_causal_lm(str(folder)), experience([(4, 28)] * count)
+    model, batch = load_causal_lm(folder), experience([(4, 28)] * count)
     with Largest() as seen, torch.no_grad():
         policy_output(model, batch, batch.action_mask)
     assert seen.entries <= 128 * 32 * count

@@ -86,39 +86,20 @@ def flash_attn_2(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
 ) -> Tensor:
-    """``flash_attn.flash_attn_varlen_func`` of flash-attn 2.8."""
+    """``flash_attn.flash_attn_varlen_func`` of flash-attn 2.8, without arguments that nobody gives it."""
     window = (window_size[0], 0) if causal else window_size
     out = reference(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window)
     return torch.nn.functional.dropout(out, dropout_p)  # not where the kernel drops, but as visibly
 
 
-def flash_attn_3(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    deterministic: bool = False,
-) -> tuple[Tensor, None]:
-    """``flash_attn_interface.flash_attn_varlen_func`` of flash-attn 3 before it left the log-sum-exps out."""
-    window = (window_size[0], 0) if causal else window_size
-    out = reference(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window)
-    return out, None
+def flash_attn_3(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, None]:
+    """``flash_attn_interface.flash_attn_varlen_func`` of flash-attn 3 before it left the log-sum-exps out.
+
+    It has the same arguments, but for the dropout.
+    """
+    return flash_attn_2(q, k, v, **how), None
 
 
 def plug_in(patch: pytest.MonkeyPatch, *names: str, wrap: Any = lambda function: function) -> None:
