@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from rl_runs import digits, fit_run
-from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
 
+from modules.on_policy.preparation.test_rewards import reward_model
 from modules.on_policy.test_base import experience
 from rlhfkit import GRPOModule
-from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules.parts.reward_model import RewardModel
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.parts import Part
@@ -84,13 +83,8 @@ def mask_formula(folder: Path) -> None:
 @functools.cache
 def reward_folder() -> str:
     """A reward model that normalizes its scores, the same in every process."""
-    folder = Path(tempfile.mkdtemp())
     torch.manual_seed(7)
-    model = load_scalar_model(str(tiny_model(folder / "base", seed=3)), head_std=0.5)
-    model.config.mean, model.config.std = 0.5, 2.0
-    model.save_pretrained(folder / "reward")
-    tiny_tokenizer().save_pretrained(folder / "reward")
-    return str(folder / "reward")
+    return reward_model(Path(tempfile.mkdtemp()))
 
 
 def reward_model_formula(folder: Path) -> None:
