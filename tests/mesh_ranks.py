@@ -16,7 +16,6 @@ from rlhfkit import (
     Invariants,
     ModelLoading,
     NonFiniteGuard,
-    PPOModule,
     PromptDataModule,
     RolloutCallback,
     SamplingSpec,
@@ -25,7 +24,7 @@ from rlhfkit import (
 )
 from rlhfkit.mesh import forward_group_of
 from rlhfkit.models.forward import unwrap
-from rlhfkit.modules.parts.rewards import NormalizeRewards
+from rlhfkit.modules.parts import MovingReference
 from rlhfkit.rollout import ModuleWeights, RolloutEngine
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
@@ -33,20 +32,6 @@ CAP = 12
 """Tokens that each of two sequence ranks may compute: fewer than the longest rows have."""
 TEXTS = [{"text": "ab" * (1 + number % 9) + str(number)} for number in range(12)]
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=12, min_new_tokens=1)
-MOVING: dict[str, Any] = {
-    "kl_coef": 0.01,
-    "parts": [
-        {
-            "class_path": "rlhfkit.modules.parts.moving_reference.MovingReference",
-            "init_args": {"steps": 2, "alpha": 0.25},
-        }
-    ],
-}
-"""A reference that follows the policy, sharded and divided like it."""
-
-
-class PlainPPO(PlainSGD, PPOModule):
-    """PPO with SGD."""
 
 
 class PlainSFT(PlainSGD, SFTModule):
@@ -66,12 +51,10 @@ class Keep(L.Callback):
         self.tokens: list[Any] = []
         self.sizes: list[int] = []
         self.trained: list[int] = []
-        self.rows: list[int] = []
         self.turns: list[int] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.together = 1
         self.start = 0
-        self.inside = False  # an accumulation window, when the checkpoint was saved
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.start = trainer.global_step
@@ -80,7 +63,7 @@ class Keep(L.Callback):
         self.sizes.append(int(batch.attention_mask.sum()))
         self.trained.append(int(batch.action_mask.sum()))
         if trainer.current_epoch == self.last and batch_idx == 0:
-            self.inside = trainer.global_step == self.start
+            assert trainer.global_step == self.start, "inside an accumulation window"
             trainer.save_checkpoint(self.path)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -94,7 +77,6 @@ class Keep(L.Callback):
         self.tokens.append([one.token_ids.tolist() for one in samples_of_all_ranks(rollouts)])
         experience = rollouts.experience
         assert experience is not None
-        self.rows.append(len(experience))
         turns = pl_module.passes.turns(pl_module.policy, experience, None)
         self.turns = [0 if rows is None else int(experience.select(rows).attention_mask.sum()) for rows in turns]
 
@@ -102,7 +84,7 @@ class Keep(L.Callback):
         group = forward_group_of(unwrap(pl_module.policy))
         self.together = 1 if group is None else group.mesh.forward_group_size
         averages = [one for one in trainer.callbacks if isinstance(one, EMA)]
-        for name in ("policy", "critic", "reference"):
+        for name in ("policy", "reference"):
             if hasattr(pl_module, name):
                 self._keep(name, getattr(pl_module, name))
         for ema in averages:
@@ -129,22 +111,14 @@ def grpo(folder: Path, model: str, engine: RolloutEngine | None, groups: int, ca
     if groups:
         size = {"max_tokens_per_micro_batch": cap, "updates_per_iteration": 2}
     data = PromptDataModule(prompts_file(folder), answer="answer", rollout_batch_size=2, **size)
-    module = PlainGRPO(model, lr=0.05, loading=ModelLoading(max_tokens_per_forward=CAP), **MOVING)
+    reference = MovingReference(steps=2, alpha=0.25)  # sharded and divided like the policy
+    loading = ModelLoading(max_tokens_per_forward=CAP)
+    module = PlainGRPO(model, lr=0.05, kl_coef=0.01, loading=loading, parts=[reference])
     rollouts = RolloutCallback(digits, engine=engine, sampling=SAMPLING)
     return module, data, [rollouts, Invariants()], {"accumulate_grad_batches": 1 if groups else 2}
 
 
-def ppo(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap: int) -> Any:
-    """Two prompts an iteration, one for each two ranks: the other two ranks have no row of their own."""
-    data = PromptDataModule(
-        prompts_file(folder), answer="answer", rollout_batch_size=2, micro_batch_size=8 // max(1, groups)
-    )
-    arguments = MOVING | {"parts": [NormalizeRewards(), *MOVING["parts"]]}
-    module = PlainPPO(model, lr=0.05, critic_lr=0.05, loading=ModelLoading(max_tokens_per_forward=40), **arguments)
-    return module, data, [RolloutCallback(digits, engine=engine, sampling=SAMPLING)], {}
-
-
-RUNS: dict[str, Callable[..., Any]] = {"sft": sft, "grpo": grpo, "ppo": ppo}
+RUNS: dict[str, Callable[..., Any]] = {"sft": sft, "grpo": grpo}
 
 
 def fit(
@@ -165,8 +139,8 @@ def fit(
     rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     own = folder / f"rank{rank}"
     own.mkdir(parents=True, exist_ok=True)
-    sequence = getattr(strategy, "sequence_parallel_size", 1)
-    groups = 0 if world == 1 else world // (sequence * strategy.tensor_parallel_size)
+    sequence, tensor = (getattr(strategy, f"{kind}_parallel_size", 1) for kind in ("sequence", "tensor"))
+    groups = 0 if world == 1 else world // (sequence * tensor)
     module, data, callbacks, more = RUNS[run](own, model, engine, groups, 2 * CAP // sequence)
     trainer = L.Trainer(
         **more, accelerator="cpu", strategy=strategy, devices=world, max_epochs=epochs, logger=False,
@@ -174,17 +148,15 @@ def fit(
         use_distributed_sampler=False, default_root_dir=str(own), callbacks=[*callbacks, keep],
     )  # fmt: skip
     trainer.fit(module, data, **arguments)
+    assert keep.together == sequence * tensor
     if world > 1:
         os.environ["WORLD_SIZE"] = str(world)  # Lightning deletes it when a fit ends
     return {
         "tokens": keep.tokens,
         "sizes": keep.sizes,
         "trained": keep.trained,
-        "rows": keep.rows,
         "turns": keep.turns,
         "steps": trainer.global_step,
-        "together": keep.together,
-        "saved_inside": keep.inside,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if "time/" not in name},
     }
 
@@ -192,7 +164,6 @@ def fit(
 MESHES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "sft": ("sft", 3, 3, {"sequence_parallel_size": 2}),
     "grpo": ("grpo", 3, 2, {"sequence_parallel_size": 2}),
-    "ppo": ("ppo", 2, 3, {"sequence_parallel_size": 2, "sequence_parallel": "ring"}),
     "grpo, ring of four": ("grpo", 2, 1, {"sequence_parallel_size": 4, "sequence_parallel": "ring"}),
     "grpo, tensor": ("grpo", 2, 1, {"tensor_parallel_size": 2}),
 }
@@ -207,7 +178,7 @@ RESUMED_ELSEWHERE = ("grpo",)
 
 
 def everything(folder: Path, model: str) -> dict[str, Any]:
-    """Entry point of a rank: every run, and those that are saved once more from there."""
+    """Entry point of a rank: every run; those that are saved end bit for bit the same when they go on from there."""
     report: dict[str, Any] = {}
     pool = SharedPool(kv_cache_gib=0.1, max_model_len=64)
     for name, (run, epochs, stage, sizes) in MESHES.items():
@@ -219,15 +190,17 @@ def everything(folder: Path, model: str) -> dict[str, Any]:
         if name in SAVED:
             rest = Keep()
             strategy = RLHFDeepSpeedStrategy(stage, **sizes)
-            report[name]["resumed"] = fit(folder, model, pool, run, strategy, rest, epochs, ckpt_path=str(path))
-            report[name]["bitwise"] = all(torch.equal(rest.weights[key], keep.weights[key]) for key in keep.weights)
+            fit(folder, model, pool, run, strategy, rest, epochs, ckpt_path=str(path))
+            for key, weight in keep.weights.items():
+                assert torch.equal(rest.weights[key], weight), f"{name}, resumed: {key}"
+            assert 0 < len(rest.sizes) < len(keep.sizes)
+            assert keep.sizes[-len(rest.sizes) :] == rest.sizes
         if name in RESUMED_ELSEWHERE:
             alone, back = Keep(epochs=folder / f"{name} alone"), Keep()
             strategy = RLHFDeepSpeedStrategy(stage)
-            found = fit(folder, model, pool, run, strategy, alone, 2, ckpt_path=f"{folder / name}, 0.ckpt")
+            fit(folder, model, pool, run, strategy, alone, 2, ckpt_path=f"{folder / name}, 0.ckpt")
             strategy = RLHFDeepSpeedStrategy(stage, **sizes)
             fit(folder, model, pool, run, strategy, back, epochs, ckpt_path=f"{folder / name} alone, 1.ckpt")
-            report[name]["elsewhere"] = found["together"]
             if os.environ["LOCAL_RANK"] == "0":
                 torch.save(back.weights, folder / f"{name}, elsewhere.pt")
     pool.really_close()

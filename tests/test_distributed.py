@@ -107,6 +107,7 @@ def objects_pass_through_one_group_beside_nccl(rank: int) -> None:
     real, backend, groups = dist.all_gather_object, dist.get_backend, list[Any]()
 
     def gather(values: list[Any], value: Any, group: Any = None) -> None:
+        assert group is not None, "an object was to pass through NCCL"
         groups.append(group)
         real(values, value, group=group)
 

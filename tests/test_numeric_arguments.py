@@ -15,32 +15,33 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rlhfkit
 from rlhfkit.rewards import WeightedSum
 from rlhfkit.rewards.sandbox.process import WorkerSpec
 from rlhfkit.rollout import LocalEngine
+from rlhfkit.validation import check_integer, check_number
 
-ROOMS = (
-    "rlhfkit",
-    "rlhfkit.callbacks",
-    "rlhfkit.data",
-    "rlhfkit.datamodules",
-    "rlhfkit.datamodules.prompts.curriculum",
-    "rlhfkit.episodes",
-    "rlhfkit.models",
-    "rlhfkit.modules",
-    "rlhfkit.modules.parts",
-    "rlhfkit.rewards",
-    "rlhfkit.rewards.remote.server",
-    "rlhfkit.rewards.sandbox.pool",
-    "rlhfkit.rewards.sandbox.process",
-    "rlhfkit.rollout",
-    "rlhfkit.serving.middleware",
-    "rlhfkit.serving.server",
-    "rlhfkit.strategies",
-)
+ROOMS = [
+    "callbacks",
+    "data",
+    "datamodules",
+    "datamodules.prompts.curriculum",
+    "episodes",
+    "models",
+    "modules",
+    "modules.parts",
+    "rewards",
+    "rewards.remote.server",
+    "rewards.sandbox.pool",
+    "rewards.sandbox.process",
+    "rollout",
+    "serving.middleware",
+    "serving.server",
+    "strategies",
+]
 
 RECORDS = {
     "Action", "DistilledBatch", "DistilledExample", "Experience", "IterationShape", "LossOutput",
@@ -51,101 +52,62 @@ RECORDS = {
 }  # fmt: skip
 """What the library makes itself, some of it once a token: their numbers are checked where they come from."""
 
-ENGINE = LocalEngine()
-TABLE = SimpleNamespace(lengths=[1, 1], targets=[1, 1])
-WORKER = WorkerSpec(name="none", program=Path("none.py"), factory="none")
-
-REQUIRED: dict[str, dict[str, Any]] = {
-    "SequenceParallelDDPStrategy": {"sequence_parallel_size": 2},
-    "RewardModel": {"models": "reward-model"},
-    "Alarm": {"metric": "loss", "advice": "lower it"},
-    "Oversampling": {"share": 0.5},
-    "AgentEpisodes": {"agent": lambda connection, prompt: 0.0},
-    "CosineLength": {"correct": len, "max_length": 8},
-    "ByColumn": {"name": "difficulty"},
-    "RequestParser": {"max_samples": 4, "max_tokens": 4},
-    "Episodes": {"environment": lambda prompt: None},
-    "ExperienceLoader": {"collect": list, "length": 1},
-    "AccessControlMiddleware": {"app": None},
-    "HFExport": {"folder": "exported"},
-    "JSONBodyReader": {"max_objects": 4, "max_numbers": 4},
-    "LengthPenalty": {"max_length": 8, "soft_zone": 4},
-    "ChatJudge": {"url": "http://127.0.0.1:1", "model": "none"},
-    "ModelReward": {"model": "none"},
-    "PairwiseReward": {"judge": len},
-    "Placement": {},
-    "RoleResources": {"processes": 1},
-    "OpenAIEndpoint": {"engine": ENGINE, "tokenizer": None, "max_context_tokens": 8},
-    "ProcessModelReward": {"model": "none"},
-    "RemoteReward": {"urls": "http://127.0.0.1:1"},
-    "RolloutDump": {"folder": "dumped"},
-    "SampleTable": {},
-    "SandboxPool": {"spec": WORKER, "workers": 1, "timeout": 1.0},
-    "SandboxedReward": {"reward": "math.fsum"},
-    **{name: {"limit": 1.0} for name in ("ClipRewards", "StopEarly")},
-    **{name: {"coef": 0.1} for name in ("EntropyBonus", "KLInReward", "KLPenalty", "PretrainingLoss", "StopProperly")},
-    **{name: {"target": 0.1} for name in ("EntropyTarget", "KLTarget")},
-    "CriticWarmup": {"steps": 1},
-    "DivergenceLoss": {"divergence": "jsd"},
-    "MissingEndPenalty": {"penalty": 1.0},
-    "OffPolicyMask": {"threshold": 0.1},
-    "Rejection": {"level": "token", "divergence": "k1", "high": 2.0},
-    "TopEntropy": {"fraction": 0.2},
-    "SubprocessReward": {"reward": "math.fsum"},
-    "Server": {"app": None},
-    "ScalarModule": {"model": "none", "lr": 1e-6},
-    "StepLoader": {
-        "examples": TABLE, "collate": list, "micro_batch_size": 1,
-    },
-    "GymEnvironment": {"environment": SimpleNamespace(reset=print, step=print), "parse_action": str},
-    "ToolEnvironment": {"tools": [print]},
-    "MCPTools": {"server": "http://127.0.0.1:1/mcp"},
-    "ServedModel": {"model": "none", "urls": "http://127.0.0.1:1"},
-    "VLLMServer": {"urls": "http://127.0.0.1:1"},
-    "WeightedSum": {"parts": {"one": len}},
-    "UnpairedLoader": {
-        "examples": TABLE, "collate": list, "micro_batch_size": 1,
-    },
-}  # fmt: skip
-"""Arguments without a default, by class. Modules, DataModules and the rest need what is in :func:`required`."""
-
-ANY = "*"
-ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
-    (ANY, "seed"): ((-1,), "any integer seeds"),
-    (ANY, "tiled_mlp"): ((True,), "tiles of the default size"),
-    ("Probe", "tolerance"): ((math.inf,), "switches the probe off"),
-    ("CosineLength", "success_threshold"): ((-1.0,), "rewards may be negative"),
-    **{
-        ("CosineLength", name): ((-1.0,), "a reward may be negative")
-        for name in (
-            "correct_short",
-            "correct_long",
-            "wrong_short",
-            "wrong_long",
-            "at_limit",
-        )
-    },
-    ("Validation", "success_threshold"): ((-1.0,), "rewards may be negative"),
-    ("Alarm", "low"): ((-1.0,), "metrics may be negative"),
-    ("Alarm", "high"): ((-1.0,), "metrics may be negative"),
-    ("ReplayBuffer", "min_reward"): ((-1.0,), "rewards may be negative"),
-    ("EntropyBonus", "coef"): ((-1.0,), "a penalty for entropy"),
-    ("Rejection", "high"): ((math.inf,), "no upper bound"),
-    ("StopProperly", "coef"): ((-1.0,), "the reward of answers that were cut off"),
-    ("GymEnvironment", "invalid_reward"): ((-1.0,), "rewards may be negative"),
-    ("BySuccess", "low"): ((-1.0,), "rewards may be negative"),
-    ("SamplingSpec", "presence_penalty"): ((-1.0,), "a bonus for what was said before"),
-    ("SamplingSpec", "frequency_penalty"): ((-1.0,), "a bonus for what was said before"),
-    (ANY, "on_failure"): ((-1.0,), "a reward may be negative"),
-    ("RewardModel", "weights"): ((-1.0,), "the score of what is not wanted"),
-    ("SimPOModule", "alpha"): ((-1.0,), "AlphaPO's exponent has either sign"),
+BY_TYPE = {int: 1, float: 0.1, str: "none"}
+BY_NAME: dict[str, Any] = {
+    **dict.fromkeys(("url", "urls", "server"), "http://127.0.0.1:1"),
+    **dict.fromkeys(("correct", "judge", "collate", "agent", "parse_action"), len),
+    **dict.fromkeys(("max_length", "max_context_tokens"), 8),
+    "data": "none.jsonl",
+    "divergence": "jsd",
+    "engine": LocalEngine(),
+    "environment": SimpleNamespace(reset=print, step=print),
+    "examples": SimpleNamespace(lengths=[1, 1], targets=[1, 1]),
+    "reward": "math.fsum",
+    "sequence_parallel_size": 2,
+    "spec": WorkerSpec(name="none", program=Path("none.py"), factory="none"),
+    "tools": [print],
 }
-"""(class, argument): values that are taken, and why."""
+"""Values of arguments that have no default."""
+BY_CLASS: dict[str, dict[str, Any]] = {
+    "Episodes": {"environment": lambda prompt: None},
+    "ExperienceLoader": {"collect": list},
+    "OnPolicyDistillationModule": {"teacher": "none"},
+    "Rejection": {"divergence": "k1", "high": 2.0},
+    "ScalarModule": {"lr": 1e-6},
+    "StepLoader": {"micro_batch_size": 1},
+    "UnpairedLoader": {"micro_batch_size": 1},
+    "WeightedSum": {"parts": {"one": len}},
+}
+"""What else a class needs."""
+
+NEGATIVE, REWARDS = (-1.0,), "rewards may be negative"
+ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "*.seed": ((-1,), "any integer seeds"),
+    "*.tiled_mlp": ((True,), "tiles of the default size"),
+    "*.on_failure": (NEGATIVE, REWARDS),
+    "Probe.tolerance": ((math.inf,), "switches the probe off"),
+    "Rejection.high": ((math.inf,), "no upper bound"),
+    **{
+        f"CosineLength.{name}": (NEGATIVE, REWARDS)
+        for name in ("success_threshold", "correct_short", "correct_long", "wrong_short", "wrong_long", "at_limit")
+    },
+    **{f"Alarm.{name}": (NEGATIVE, "metrics may be negative") for name in ("low", "high")},
+    "Validation.success_threshold": (NEGATIVE, REWARDS),
+    "ReplayBuffer.min_reward": (NEGATIVE, REWARDS),
+    "BySuccess.low": (NEGATIVE, REWARDS),
+    "GymEnvironment.invalid_reward": (NEGATIVE, REWARDS),
+    "StopProperly.coef": (NEGATIVE, "the reward of answers that were cut off"),
+    "RewardModel.weights": (NEGATIVE, "the score of what is not wanted"),
+    "EntropyBonus.coef": (NEGATIVE, "a penalty for entropy"),
+    "SimPOModule.alpha": (NEGATIVE, "AlphaPO's exponent has either sign"),
+    **{f"SamplingSpec.{name}_penalty": (NEGATIVE, "a bonus for what was said") for name in ("presence", "frequency")},
+}
+"""By class (``*``: any) and argument: values that are taken, and why."""
 
 
 def public_classes() -> dict[str, type]:
     found: dict[str, type] = {}
-    for room in ROOMS:
+    for room in ("rlhfkit", *(f"rlhfkit.{name}" for name in ROOMS)):
         module = importlib.import_module(room)
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == room]
         for name in getattr(module, "__all__", own):
@@ -190,11 +152,15 @@ CASES = [
 
 
 def required(kind: type) -> dict[str, Any]:
-    parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
-    given = {name: "none" for name in ("model", "teacher") if name in parameters}
-    if "data" in parameters:
-        given["data"] = "none.jsonl"
-    return REQUIRED.get(kind.__name__, given)
+    """The least that an object can be made of."""
+    given: dict[str, Any] = {}
+    for one in list(inspect.signature(kind.__init__).parameters.values())[1:]:  # type: ignore[misc]
+        if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+            kinds = members(one.annotation)
+            choices = [choice for each in kinds for choice in typing.get_args(each) if isinstance(choice, str)]
+            likely = [BY_NAME.get(one.name), *choices, *(value for kind, value in BY_TYPE.items() if kind in kinds)]
+            given[one.name] = next((value for value in likely if value is not None), None)
+    return given | BY_CLASS.get(kind.__name__, {})
 
 
 def wrong_values(name: str, argument: str, kinds: list[Any]) -> list[Any]:
@@ -204,7 +170,7 @@ def wrong_values(name: str, argument: str, kinds: list[Any]) -> list[Any]:
     if type(None) not in kinds:
         wrong += [None]
     wrong += [-1.0 if float in kinds or PAIR in kinds else -1]
-    allowed = [value for key in ((ANY, argument), (name, argument)) for value in ALLOWED.get(key, ((), ""))[0]]
+    allowed = [value for key in ("*", name) for value in ALLOWED.get(f"{key}.{argument}", ((), ""))[0]]
     return [value for value in wrong if isinstance(value, list) or value not in allowed]
 
 
@@ -272,8 +238,7 @@ def test_what_is_no_choice_is_refused_with_what_there_is(name: str, argument: st
 
 
 def test_exceptions_are_still_needed() -> None:
-    for name, argument in ALLOWED:
-        assert any(argument == other and name in (ANY, kind) for kind, other, _ in CASES), f"no {name}({argument}=...)"
+    assert {*ALLOWED} <= {f"{name}.{argument}" for kind, argument, _ in CASES for name in ("*", kind)}
     assert len(CASES) > 200
 
 
@@ -288,3 +253,36 @@ def test_weights_in_mappings_are_checked_likewise(value: Any) -> None:
         with pytest.raises((ValueError, TypeError), match=re.escape(f"got {value!r}")) as caught:
             make()
         assert "weight of" in str(caught.value)
+
+
+# ---------------------------------------------------------------------- the checks themselves
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1, 0.5, np.float32(0.25), np.int64(1)])
+def test_numbers_within_their_bounds_pass(value: Any) -> None:
+    check_number("beta", value, minimum=0, maximum=1)
+
+
+def test_bounds_are_inclusive_or_exclusive_as_said() -> None:
+    check_number("x", 1.0, minimum=1.0, maximum=1.0)
+    for bounds in ({"above": 1.0}, {"below": 1.0}, {"minimum": 1.5}, {"maximum": 0.5}):
+        with pytest.raises(ValueError, match="x must be a finite number"):
+            check_number("x", 1.0, **bounds)
+
+
+def test_none_and_infinity_pass_where_they_are_allowed() -> None:
+    check_number("clip", None, optional=True)
+    check_integer("top_k", None, optional=True)
+    check_number("tolerance", math.inf, minimum=0, infinite=True)
+    with pytest.raises(ValueError, match=r"tolerance must be a number of at least 0, got nan"):
+        check_number("tolerance", math.nan, minimum=0, infinite=True)
+    check_integer("seed", 10**400, minimum=0)  # no float is as large
+
+
+def test_the_message_says_value_rule_and_cure() -> None:
+    with pytest.raises(TypeError) as caught:
+        check_number("lr", "1e-6", above=0, below=1, optional=True, why="a usual rate is 1e-6")
+    assert str(caught.value) == (
+        "lr must be a finite number above 0 and below 1 or None, got '1e-6' (text; write the number without quotes): "
+        "a usual rate is 1e-6"
+    )

@@ -1,20 +1,13 @@
 """A comparison of recorded numbers names each one that differs. Covers ``benchmarks/recorded_numbers.py``."""
 
 import copy
-import importlib.util
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "recorded_numbers.py"
-SPECIFICATION = importlib.util.spec_from_file_location("recorded_numbers", SCRIPT)
-assert SPECIFICATION is not None
-assert SPECIFICATION.loader is not None
-recorded = importlib.util.module_from_spec(SPECIFICATION)
-sys.modules[SPECIFICATION.name] = recorded
-SPECIFICATION.loader.exec_module(recorded)
+differences = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "recorded_numbers.py"))["differences"]
 
 
 @pytest.fixture
@@ -24,7 +17,7 @@ def before() -> dict[str, Any]:
 
 
 def test_equal_recordings_have_no_differences(before: dict[str, Any]) -> None:
-    assert recorded.differences(before, copy.deepcopy(before) | {"another": before["plain"]}) == []
+    assert differences(before, copy.deepcopy(before) | {"another": before["plain"]}) == []
 
 
 def test_each_difference_is_named(before: dict[str, Any]) -> None:
@@ -32,7 +25,7 @@ def test_each_difference_is_named(before: dict[str, Any]) -> None:
     after["plain"]["weights"] = "b"
     after["plain"]["norms"]["policy.w"] = (3.5).hex()
     after["plain"]["metrics"][1] = {"loss": (0.25).hex(), "policy/entropy": (1.0).hex()}
-    assert recorded.differences(before, after) == [
+    assert differences(before, after) == [
         "plain, iteration 1: policy/entropy is new",
         "plain, iteration 1: policy/kl is gone",
         "plain, norms: policy.w 3 before, 3.5 after",
@@ -44,5 +37,5 @@ def test_a_tolerance_is_relative_and_leaves_hashes_out(before: dict[str, Any]) -
     after = copy.deepcopy(before)
     after["plain"]["weights"] = "b"
     after["plain"]["metrics"][0]["loss"] = (0.500001).hex()
-    assert recorded.differences(before, after, 1e-5) == []
-    assert len(recorded.differences(before, after, 1e-7)) == 1
+    assert differences(before, after, 1e-5) == []
+    assert len(differences(before, after, 1e-7)) == 1

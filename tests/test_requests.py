@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import PlainGRPO, digits, setup_run, weights
+from rl_runs import digits, setup_run
 from strategies import ranks
 from test_docs_parts import PAGE, examples
 from tiny_models import tiny_model
@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from rlhfkit import (
     DPOModule,
-    LossOutput,
     Part,
     PreferenceDataModule,
     Prompt,
@@ -48,13 +47,6 @@ async def spread(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sampl
         sampler.sampling = dataclasses.replace(sampler.sampling, temperature=temperature)
         group += await sampler.sample(prompt, 1, attempt=attempt)
     return group
-
-
-async def own_limits(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
-    """Samples with the length and the stop of their prompt."""
-    stop, length = "57"[prompt.index % 2], 40 + prompt.index % 3
-    sampler.sampling = dataclasses.replace(sampler.sampling, stop=stop, max_new_tokens=length)
-    return await sampler.sample(prompt, size)
 
 
 async def nucleus(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
@@ -88,18 +80,6 @@ def test_a_group_function_may_not_sample_what_the_trainer_takes_for_the_policy(
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
     with pytest.raises(ValueError, match=error):
         trainer.fit(module, data)
-
-
-def test_a_prompt_may_have_a_length_and_a_stop_of_its_own(tmp_path: Path) -> None:
-    rollouts = RolloutCallback(digits, group=own_limits, sampling=SamplingSpec(group_size=4, max_new_tokens=64))
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
-    trainer.fit(module, data)
-    ends = {sample.finish_reason for sample in rollouts.samples}
-    assert ends == {"stop", "length"}
-    for sample in rollouts.samples:
-        stop, length = "57"[sample.prompt.index % 2], 40 + sample.prompt.index % 3
-        assert stop not in sample.text[:-1]
-        assert sample.num_tokens == length or sample.finish_reason == "stop"
 
 
 # ---------------------------------------------------------------------- rewards that a part makes
@@ -143,36 +123,6 @@ def test_a_teacher_reads_a_hint_that_the_student_does_not(tmp_path: Path) -> Non
     assert float(trainer.callback_metrics["distillation/reverse_kl"]) > 0
 
 
-# ---------------------------------------------------------------------- losses that compare samples
-
-
-class Ranking(PlainGRPO):
-    """Each sample shall be likelier than those of its group with a smaller reward."""
-
-    keeps_groups_together = True
-
-    def loss(self, batch: Any, out: Any) -> LossOutput:
-        score = (out.logprobs * batch.action_mask).sum(-1) / batch.action_mask.sum(-1).clamp(min=1)
-        better = (batch.rewards[:, None] > batch.rewards) & (batch.group[:, None] == batch.group)
-        pairs = nn.functional.softplus(score - score[:, None]) * better
-        return LossOutput(pairs.sum() / batch.row_denominator, {})
-
-
-def test_a_loss_that_compares_the_samples_of_a_group_is_the_same_in_other_micro_batches(tmp_path: Path) -> None:
-    found: list[dict[str, Tensor]] = []
-    for size, accumulate in ((8, 2), (4, 4)):
-        trainer, module, data, _ = setup_run(
-            tmp_path,
-            module=Ranking,
-            data_arguments={"micro_batch_size": size},
-            accumulate_grad_batches=accumulate,
-        )
-        trainer.fit(module, data)
-        found.append(weights(module))
-    for name, expected in found[0].items():
-        torch.testing.assert_close(found[1][name], expected, atol=2e-6, rtol=0)
-
-
 # ---------------------------------------------------------------------- layers that are frozen during training
 
 
@@ -185,40 +135,34 @@ class Freeze(L.Callback):
                 weight.requires_grad_("layers.0." not in name)
 
 
-def freezing(folder: Path, place: str) -> dict[str, Any]:
-    """What a rank of its own runs: the error of each strategy, and the first layer's weights after each batch."""
-    found: dict[str, Any] = {}
+def freezing(folder: Path, place: str) -> None:
+    """What a rank of its own runs: the first layer stands still after its update, or the run is stopped."""
     for way in ("0", "2", "3", "2 by its rate", "3 by its rate"):
         seen: list[float] = []
-        by_rate = way.endswith("rate")
-        parts = [examples()["FreezeAfter"](1)] if by_rate else []
 
         class Keep(L.Callback):
             def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
                 layer = (one for name, one in ModuleWeights(module.policy) if "layers.0." in name)
                 seen.append(sum(float(one.double().abs().sum()) for one in layer))  # noqa: B023
 
+        by_rate = way.endswith("rate")
         trainer, module, data, _ = setup_run(
             Path(place),
             callbacks=[Keep()] if by_rate else [Freeze(), Keep()],
-            module_arguments={"parts": parts},
+            module_arguments={"parts": [examples()["FreezeAfter"](1)] if by_rate else []},
             strategy=f"rlhf_zero{way[0]}",
         )
-        try:
+        if way in ("2", "3"):
+            with pytest.raises(RuntimeError, match="requires_grad of 9 parameters of 'policy' was changed during"):
+                trainer.fit(module, data)
+        else:
             trainer.fit(module, data)
-            found[way] = [seen[1] == seen[-1], seen[0] == seen[1]]
-        except RuntimeError as error:
-            found[way] = str(error)
-    return found
+            assert seen[0] != seen[1] == seen[-1], way
 
 
 @pytest.mark.distributed
 def test_layers_that_are_frozen_during_training_stand_still_or_stop_the_run(tmp_path: Path) -> None:
-    (found,) = ranks.run("test_requests:freezing", 1, tmp_path / "rank", place=str(tmp_path))
-    for way in ("0", "2 by its rate", "3 by its rate"):
-        assert found[way] == [True, False]
-    for stage in ("2", "3"):
-        assert "requires_grad of 9 parameters of 'policy' was changed during training" in found[stage]
+    ranks.run("test_requests:freezing", 1, tmp_path / "rank", place=str(tmp_path))
 
 
 def test_a_layer_that_is_trained_only_now_stops_the_run_at_every_stage() -> None:
@@ -294,15 +238,7 @@ def test_numbers_of_rows_weigh_pairs(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(1.5 * math.log(2))  # all margins are 0, and weights 0 to 3
 
 
-@pytest.mark.parametrize(
-    ("rows", "error"),
-    [
-        (weighted_rows(weight="much"), "column 'weight' of .*row 0, must hold a number, it holds 'much'"),
-        ([{"prompt": "1", "completion": "2"}], "numbers='weight' is not a column"),
-        ([{"prompt": "1", "completion": "2", "weight": n} for n in (1.0, None)], "1 missing values"),
-    ],
-)
-def test_columns_without_numbers_are_refused(tmp_path: Path, rows: list[dict[str, Any]], error: str) -> None:
-    data = SFTDataModule(rows, numbers=["weight"], tokenizer=str(tiny_model(tmp_path / "model")))
-    with pytest.raises(ValueError, match=error):
-        data.setup()
+def test_a_column_without_numbers_is_refused(tmp_path: Path) -> None:
+    rows, folder = weighted_rows(weight="much"), tiny_model(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"column 'weight' of .*row 0, must hold a number, it holds 'much'"):
+        SFTDataModule(rows, numbers=["weight"], tokenizer=str(folder)).setup()

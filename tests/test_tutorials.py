@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,38 +41,37 @@ def world(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(name: str, world: Path, folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[float]:
-    """Run a tutorial; the percentages of the lines about held-out accuracy, in order."""
-    shutil.copytree(world, folder, dirs_exist_ok=True)
-    importlib.import_module(name).main(["--folder", str(folder), *words])
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out accuracy")]
-    return [float(number) for line in lines for number in re.findall(r"([\d.]+)%", line)]
+@pytest.fixture
+def run(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[float]]:
+    """Runs a tutorial and gives the percentages of its lines about held-out accuracy, in order."""
+
+    def run_here(name: str, *words: str) -> list[float]:
+        shutil.copytree(world, tmp_path, dirs_exist_ok=True)
+        importlib.import_module(name).main(["--folder", str(tmp_path), *words])
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out accuracy")]
+        return [float(number) for line in lines for number in re.findall(r"([\d.]+)%", line)]
+
+    return run_here
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["rejection_sampling", "iterative_dpo"])
-def test_one_round_improves_the_policy(
-    name: str, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before, after = run(name, world, tmp_path, capsys, "--rounds", "1", "--samples", "2")
+def test_one_round_improves_the_policy(name: str, run: Callable[..., list[float]]) -> None:
+    before, after = run(name, "--rounds", "1", "--samples", "2")
     assert after >= before + 5
 
 
 @pytest.mark.long
-def test_the_reward_in_the_prompt_steers_the_model(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad, before, good = run("conditional_sft", world, tmp_path, capsys, "--samples", "4")
+def test_the_reward_in_the_prompt_steers_the_model(run: Callable[..., list[float]]) -> None:
+    bad, before, good = run("conditional_sft", "--samples", "4")
     assert good >= before + 3  # eight samples, as the tutorial takes, give 13 points
     assert good >= bad + 15
 
 
 @pytest.mark.long
-def test_the_return_in_the_prompt_steers_the_model(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--samples", "3")  # eight samples, as the tutorial takes, end 11 points above the start
-    two_wrong, one_wrong, before, none_wrong = run("decision_transformer", world, tmp_path, capsys, *words)
+def test_the_return_in_the_prompt_steers_the_model(run: Callable[..., list[float]]) -> None:
+    # Eight samples, as the tutorial takes, end 11 points above the start.
+    two_wrong, one_wrong, before, none_wrong = run("decision_transformer", "--samples", "3")
     assert before > 50
     assert none_wrong >= one_wrong + 10
     assert one_wrong >= two_wrong
@@ -92,18 +91,8 @@ def test_online_dpo_improves_the_policy_and_draws_curves(
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def printed(cell: Any) -> str:
-    """What a cell of a notebook has printed."""
-    return "".join(output["text"] for output in cell.get("outputs", []) if output["output_type"] == "stream")
-
-
 NUMBERS = re.compile(r"(random|SFT|PPO) +right: +([\d.]+)% +as preferred: +([\d.]+)%")
-
-
-def stages(notebook: Any) -> dict[str, tuple[float, float]]:
-    """Percentages of held-out answers that are right and as preferred, of each stage."""
-    text = "".join(map(printed, notebook.cells))
-    return {name: (float(right), float(preferred)) for name, right, preferred in NUMBERS.findall(text)}
+"""Of held-out answers that are right and as preferred, at each stage."""
 
 
 @pytest.mark.slow
@@ -118,11 +107,13 @@ def test_the_notebook_goes_from_demonstrations_to_ppo_in_fewer_steps(monkeypatch
     [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     parameters.source = "sft_epochs, reward_epochs, ppo_iterations = 12, 2, 13"
     NotebookClient(notebook, timeout=800, resources={"metadata": {"path": str(TUTORIALS)}}).execute()
-    found = stages(notebook)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    text = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    found = {name: (float(right), float(preferred)) for name, right, preferred in NUMBERS.findall(text)}
     assert found["SFT"][0] > found["random"][0] + 5
     assert found["PPO"][1] > found["SFT"][1] + 3
-    [told_apart] = re.findall(r"told apart: ([\d.]+)% before, ([\d.]+)% after", "".join(map(printed, notebook.cells)))
-    assert float(told_apart[1]) > float(told_apart[0]) + 10
+    [(before, after)] = re.findall(r"told apart: ([\d.]+)% before, ([\d.]+)% after", text)
+    assert float(after) > float(before) + 10
 
 
 @pytest.mark.long

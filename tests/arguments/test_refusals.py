@@ -189,6 +189,7 @@ REFUSED: dict[type, list[tuple[dict[str, Any], str]]] = {
         ({"kl_coef": 0.1, "parts": [Reference(POOL), MovingReference()]}, "moves a reference .* here a ModelPool has"),
         ({"parts": [LogLinear(), KLInReward(0.1)]}, "LogLinear makes no forward pass"),
         ({"parts": [LogLinear(), StopEarly(0.1)]}, "LogLinear makes no forward pass"),
+        ({"parts": [LogLinear(), LogLinear()]}, "LogLinear and LogLinear each have the log-probs that ratios"),
         ({"optimization": {"sise": 2}}, "Optimization has no sise; it has"),
     ],
     PPOModule: [

@@ -1,7 +1,7 @@
 """Figures with bounds, how far two results are apart, and models with random weights."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,12 @@ class Figures:
     def __call__(self, name: str, value: float, bound: float) -> None:
         """Note a number and the largest value that passes."""
         self.found.append((name, float(value), bound))
+
+    def add(self, found: Mapping[str, Any], bound: float) -> None:
+        """Note numbers by name, and those by name in each."""
+        for name, value in found.items():
+            for part, number in value.items() if isinstance(value, Mapping) else {"": value}.items():
+                self(f"{name} {part}", number, bound)
 
     def check(self) -> None:
         """Fail with all numbers beyond their bounds; NaN is beyond any."""

@@ -11,6 +11,7 @@ from strategies import ranks as forked
 from strategies.ranks import free_port, rank_environment
 
 TESTS = Path(__file__).parents[1]
+PYTHONPATH = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
 CODE = """
 import importlib, json, os, pathlib, sys, torch
 torch.set_num_threads(1)
@@ -29,13 +30,13 @@ def launch(function: str, ranks: int, folder: Path, *, on: str, timeout: float =
     if on == "cpu":
         return forked.run(function, ranks, folder, **arguments)
     folder.mkdir(parents=True, exist_ok=True)
-    port, path = free_port(), os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", CODE, function, str(folder), json.dumps(arguments)],
             # cuBLAS is deterministic with this setting.
             env=rank_environment(rank, ranks, port, folder)
-            | {"PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+            | {"PYTHONPATH": PYTHONPATH, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
             stdout=(folder / f"rank_{rank}.log").open("wb"),
             stderr=subprocess.STDOUT,
         )

@@ -24,22 +24,15 @@ def installed() -> None:
 @pytest.mark.parametrize("names", [STAGES, ["rlhf_zero2_offload", "rlhf_zero3_offload"]], ids=["stages", "offload"])
 def test_a_step_is_that_of_plain_lightning(device: str, names: list[str], tmp_path: Path, figures: Figures) -> None:
     """With a frozen reference, and with an engine that is sent the weights; offloaded states are updated on the CPU."""
-    (found,) = launch("gpu.cases:deepspeed", 1, tmp_path, on=device, device=device, names=names)
-    assert found.pop("backend") == ("nccl" if device == "cuda" else "gloo")
-    for name, value in found.items():
-        figures(name, value, APART)
+    figures.add(launch("gpu.cases:deepspeed", 1, tmp_path, on=device, device=device, names=names)[0], APART)
 
 
 def test_fp16_finds_a_loss_scale_that_fits(device: str, tmp_path: Path) -> None:
-    for stage, found in launch("gpu.cases:overflows", 1, tmp_path, on=device, device=device)[0].items():
-        assert found["finite"], stage
-        assert found["lowered"], stage
-        assert found["moved"], stage
+    launch("gpu.cases:overflows", 1, tmp_path, on=device, device=device)
 
 
 def test_a_fused_optimizer_goes_on_after_a_resume_on_other_ranks(device: str, tmp_path: Path, figures: Figures) -> None:
-    for stage, apart in launch("gpu.cases:resumed_on_other_ranks", 1, tmp_path, on=device, device=device)[0].items():
-        figures(stage, apart, 1e-3)
+    figures.add(launch("gpu.cases:resumed_on_other_ranks", 1, tmp_path, on=device, device=device)[0], 1e-3)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda(2))], indirect=True)

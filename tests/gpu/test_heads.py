@@ -1,9 +1,6 @@
 """The fused head on the device against all logits in float64 on the CPU, compiled and not."""
 
 import logging
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from gpu.comparing import Figures, distance
+from gpu.launch import launch
 from rlhfkit.losses import linear_logprobs
 from rlhfkit.losses.fused_head import logprobs as kernels
 from rlhfkit.losses.fused_head import tiles
@@ -110,7 +108,7 @@ def test_autocast_gives_what_its_type_gives(device: str, figures: Figures) -> No
     figures("log-probs, entropy and gradients", distance(found, exact), BOUNDS[torch.bfloat16])
 
 
-def first_gradient(device: str) -> None:
+def first_gradient(folder: Path, device: str) -> tuple[float, int]:
     """In a process of its own, whose first compilation for a gradient is in autograd's thread."""
     threads: set[str] = set()
     original = kernels.head_gradients
@@ -123,18 +121,13 @@ def first_gradient(device: str) -> None:
     head = random_head(device)
     found = with_gradients(head.on(device, torch.float32), fused)
     exact = with_gradients(head.on("cpu", torch.float64), dense)
-    print("FOUND", distance(found, exact), len(threads - {"MainThread"}))
+    return distance(found, exact), len(threads - {"MainThread"})
 
 
-def test_kernels_of_the_gradient_compile_in_the_thread_of_the_backward_pass(device: str, figures: Figures) -> None:
-    code = f"from gpu.test_heads import first_gradient; first_gradient({device!r})"
-    folder = Path(__file__).parents[1]
-    path = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    apart, others = done.stdout.partition("FOUND")[2].split()
-    figures("log-probs, entropy and gradients", float(apart), BOUNDS[torch.float32])
-    assert "compil" not in done.stderr
-    assert int(others) == (device == "cuda")  # a CPU's backward pass runs in the thread that asks for it
+def test_kernels_of_the_gradient_compile_in_the_thread_of_the_backward_pass(
+    device: str, tmp_path: Path, figures: Figures
+) -> None:
+    [(apart, others)] = launch("gpu.test_heads:first_gradient", 1, tmp_path, on=device, device=device)
+    figures("log-probs, entropy and gradients", apart, BOUNDS[torch.float32])
+    assert "compil" not in (tmp_path / "rank_0.log").read_text()
+    assert others == (device == "cuda")  # a CPU's backward pass runs in the thread that asks for it

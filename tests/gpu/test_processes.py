@@ -5,37 +5,35 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpu.comparing import Figures
+from gpu.launch import PYTHONPATH
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.cuda_ipc import without_expandable_segments
 from rlhfkit.rollout.weight_sync.process_group.groups import NcclGroup, call_with_limit
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import Rendezvous, open_store
 from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender, WeightReceiver
-
-TESTS = Path(__file__).parents[1]
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 
 class Other:
     """Another process that runs a function of this file, is sent Python objects, and answers each with one."""
 
     def __init__(self, function: str, *words: Any, **variables: str) -> None:
-        path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from gpu.test_processes import {function}; {function}()", *map(str, words)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path} | variables,
+            env=os.environ | {"PYTHONPATH": PYTHONPATH} | variables,
         )
 
     def ask(self, given: Any) -> Any:
@@ -118,55 +116,38 @@ class Call:
     """A request to the other process, in progress in a thread."""
 
     def __init__(self, process: Other, given: Any) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(process, given), daemon=True)
-        self._thread.start()
-
-    def _run(self, process: Other, given: Any) -> None:
-        try:
-            process.ask(given)
-        except BaseException as error:
-            self._error = error
+        self._answer = ThreadPoolExecutor(1).submit(process.ask, given)
 
     def poll(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._answer.done():
+            self._answer.result()
 
     def result(self) -> list[Any]:
-        self._thread.join(300)
-        assert not self._thread.is_alive(), "the other process has not answered within 300 s"
-        self.poll()
-        return [None]
+        return [self._answer.result(timeout=300)]
 
 
-class Weights:
-    """Six tensors of two types."""
-
-    def __init__(self, device: str) -> None:
-        generator, kinds = torch.Generator().manual_seed(0), (torch.float32, torch.bfloat16)
-        size = 100_000 if device == "cuda" else 300
-        self.tensors = [
-            torch.randn(size + 7 * number, 64, generator=generator).to(device, kinds[number % 2]) for number in range(6)
-        ]
-
-    def infos(self) -> Sequence[WeightInfo]:
-        return [WeightInfo(f"w{i}", tuple(one.shape), one.dtype) for i, one in enumerate(self.tensors)]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ((f"w{i}", one) for i, one in enumerate(self.tensors))
+def six_tensors(device: str) -> nn.Module:
+    """Of two types."""
+    generator, kinds = torch.Generator().manual_seed(0), (torch.float32, torch.bfloat16)
+    size = 100_000 if device == "cuda" else 300
+    return nn.ParameterList(
+        torch.randn(size + 7 * number, 64, generator=generator).to(device, kinds[number % 2]) for number in range(6)
+    )
 
 
 def transfer(backend: Any, device: str, target: str) -> None:
     """Two updates, in buckets that are smaller than the largest tensor."""
-    weights, receivers = Weights(device), Receivers(target)
+    model, receivers = six_tensors(device), Receivers(target)
+    weights = ModuleWeights(model)
     receivers.process.ask(("sums", None))  # it has imported what it needs
-    sender = ProcessGroupSender(backend, timeout=120, bucket_bytes=max(i.num_bytes for i in weights.infos()) // 2)
+    largest = max(info.num_bytes for info in weights.metadata())
+    sender = ProcessGroupSender(backend, timeout=120, bucket_bytes=largest // 2)
     try:
         sender.connect(receivers)
         for number in (1, 2):
-            for tensor in weights.tensors:
-                tensor.add_(number)
-            sender.send(receivers, weights.infos(), iter(weights))
+            for tensor in model.parameters():
+                tensor.data.add_(number)
+            sender.send(receivers, weights.metadata(), iter(weights))
             assert receivers.process.ask(("sums", None)) == {name: float(one.double().sum()) for name, one in weights}
     finally:
         sender.close()

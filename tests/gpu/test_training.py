@@ -36,8 +36,7 @@ def test_two_steps_of_any_module_are_those_of_the_cpu(
     device: str, kinds: list[str], tmp_path: Path, figures: Figures
 ) -> None:
     shown = kinds if device == "cuda" else kinds[:2]
-    for name, value in launch("gpu.cases:every_module", 1, tmp_path, on=device, device=device, kinds=shown)[0].items():
-        figures(name, value, APART)
+    figures.add(launch("gpu.cases:every_module", 1, tmp_path, on=device, device=device, kinds=shown)[0], APART)
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
