@@ -4,14 +4,14 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlhfkit.rollout.supervision.calls import Completion, Request
-from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE, Engines
+from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE, Engine, Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy
 from rlhfkit.rollout.supervision.table import PoolSettings, this_process
 
@@ -25,7 +25,8 @@ class ToyEngine:
     One with ``until`` is held until :meth:`release` has been called with that name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.started = 0
         self.begun: set[str] = set()
         self.aborted: list[str] = []
@@ -58,9 +59,6 @@ class ToyEngine:
             os._exit(1)
         return Completion(np.full(n, first, np.int32), np.full(n, -0.5, np.float32), reason, [(3, n)])
 
-    async def has_begun(self, key: str) -> bool:
-        return key in self.begun
-
     async def release(self, name: str) -> None:
         self.released.add(name)
 
@@ -70,7 +68,7 @@ class ToyEngine:
     async def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         if sequences[0][0] == BREAKS:
             raise RuntimeError(f"head size 8 is not supported (object at {id(self):#x})")
-        return [[-1.0] * (len(sequence) - 1) for sequence in sequences]
+        return [[-1.0 - self.number] * (len(sequence) - 1) for sequence in sequences]
 
     async def abort(self, keys: Sequence[str]) -> None:
         self.aborted += keys
@@ -82,22 +80,25 @@ class ToyEngine:
     async def wake(self, what: list[str] | None = None) -> None:
         pass
 
-    async def levels_slept(self) -> list[int]:
-        """Levels of the sleeps that were finished."""
-        return self.slept
 
-    async def seen(self) -> tuple[int, list[str]]:
-        """Requests that were started, and jobs that were aborted."""
-        return self.started, self.aborted
+def actors_of(kind: type[ToyEngine]) -> Callable[[int, str], Any]:
+    """What creates the actor of an engine of a kind."""
+
+    def create(number: int, name: str) -> Any:
+        import ray
+
+        path = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+        options = {"num_cpus": 0, "max_concurrency": 1000, "max_restarts": -1, "namespace": ENGINE_NAMESPACE}
+        return ray.remote(kind).options(**options, name=name, runtime_env={"env_vars": path}).remote(number)
+
+    return create
 
 
-def start_toy_engine(number: int, name: str) -> Any:
-    """Create the actor of an engine."""
+def look(engine: Engine, what: Callable[[Any], Any]) -> Any:
+    """What a function finds in the process of an engine."""
     import ray
 
-    path = {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    options = {"num_cpus": 0, "max_concurrency": 1000, "max_restarts": -1, "name": name, "namespace": ENGINE_NAMESPACE}
-    return ray.remote(ToyEngine).options(**options, runtime_env={"env_vars": path}).remote()
+    return ray.get(engine.actor.__ray_call__.remote(what))
 
 
 def toy_engines(num_engines: int, num_ranks: int = 1, **policy: Any) -> Engines:
@@ -110,7 +111,7 @@ def toy_engines(num_engines: int, num_ranks: int = 1, **policy: Any) -> Engines:
         policy=HealthPolicy(**{"probe_timeout": 60.0} | policy),  # on a busy machine late is not dead
         has_weights=True,
     )
-    return Engines.start(settings, start_toy_engine, num_ranks=num_ranks)
+    return Engines.start(settings, actors_of(ToyEngine), num_ranks=num_ranks)
 
 
 HELD = math.inf

@@ -25,13 +25,13 @@ from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import sample_seed
 from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.supervision.calls import Completion, Request
-from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE, Engines
+from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy
 from rlhfkit.rollout.vllm.placement import RankLocation
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync import cuda_ipc
 from rlhfkit.training_states import TrainingStates
-from rollout.toy_engines import ToyEngine
+from rollout.toy_engines import ToyEngine, actors_of, look
 from rollout.weight_sync.mapped_ipc import MappedSender, open_mapped
 
 SPEC = SamplingSpec(group_size=4, max_new_tokens=6)
@@ -44,8 +44,8 @@ EVERYTHING = frozenset({"weights", "kv_cache"})
 class SleepingEngine(ToyEngine):
     """What vLLM 0.32's worker, executor and scheduler do with memory, as an engine's states."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
         self.memory = set(EVERYTHING)
         self.paused = False
         self.weights: str | None = None
@@ -55,9 +55,6 @@ class SleepingEngine(ToyEngine):
 
     def note(self, what: str) -> None:
         self.log.append((time.monotonic(), f"engine: {what}"))
-
-    async def events(self) -> Events:
-        return self.log
 
     async def generate(self, key: str, requests: Sequence[Request]) -> list[Completion]:
         if self.paused or self.memory != EVERYTHING or self.weights is None:
@@ -115,15 +112,6 @@ class SleepingEngine(ToyEngine):
         self.paused = self.memory != EVERYTHING
 
 
-def start_sleeping_engine(number: int, name: str) -> Any:
-    """Create the actor of an engine."""
-    import ray
-
-    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    options = {"num_cpus": 0, "max_concurrency": 1000, "max_restarts": -1, "name": name, "namespace": ENGINE_NAMESPACE}
-    return ray.remote(SleepingEngine).options(**options, runtime_env={"env_vars": path}).remote()
-
-
 class SleepingPool(VLLMPool):
     """One engine on the first rank's device. It outlives a run: closing it only forgets the weights."""
 
@@ -146,7 +134,7 @@ class SleepingPool(VLLMPool):
     ) -> None:
         self.connect_to_ray(ranks)
         self.sender = MappedSender(self.folder / "buffer", bucket_bytes=self.bucket_bytes)
-        self.engines = Engines.start(self.settings(False), start_sleeping_engine, num_ranks=len(ranks))
+        self.engines = Engines.start(self.settings(False), actors_of(SleepingEngine), num_ranks=len(ranks))
 
     def check_model(self, model: str, *, trust_remote_code: bool = False) -> None:
         """A stand-in runs any."""
@@ -226,15 +214,13 @@ def run(folder: Path, pool: VLLMPool, *, reward: Any = parity, **arguments: Any)
 
 def events(pool: VLLMPool) -> Events:
     """What the engine has written down, which it forgets; only on rank 0."""
-    import ray
-
     assert pool.engines is not None
 
     def take(engine: Any) -> Events:
         taken, engine.log = engine.log, []
         return list(taken)
 
-    found: Events = ray.get(pool.engines.handles[0].actor.__ray_call__.remote(take))
+    found: Events = look(pool.engines.handles[0], take)
     return found
 
 

@@ -14,7 +14,7 @@ from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.supervision.scheduler import RequestScheduler
 from rlhfkit.rollout.vllm.stream import PoolStream
-from rollout.toy_engines import BREAKS, HELD, request, toy_engines
+from rollout.toy_engines import BREAKS, HELD, look, request, toy_engines
 
 pytestmark = pytest.mark.ray
 
@@ -132,8 +132,6 @@ def test_a_stream_that_is_cut_returns_what_was_made_and_another_continues_it(eng
 
 def test_a_stream_that_is_closed_leaves_no_request_behind(engines: Engines) -> None:
     """Neither counted here nor in the engine."""
-    import ray
-
     stream = open_stream(engines)
     stream.submit([Prompt(row, [90]) for row in range(6)])
     assert engines.handles[0].num_requests == 12
@@ -143,7 +141,7 @@ def test_a_stream_that_is_closed_leaves_no_request_behind(engines: Engines) -> N
     assert engines.handles[0].num_requests == 0
 
     def aborted() -> set[str]:
-        _, keys = ray.get(engines.handles[0].actor.seen.remote())
+        keys = look(engines.handles[0], lambda engine: engine.aborted)
         return {key for key in keys if key.startswith(stream.scheduler._name)}
 
     until(lambda: len(aborted()) == 6)  # the engine is told, and not waited for

@@ -15,7 +15,7 @@ from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.supervision.scheduler import RequestScheduler
 from rlhfkit.rollout.supervision.table import EngineProcess, PoolSettings, Snapshot
-from rollout.toy_engines import HELD, request, toy_engines
+from rollout.toy_engines import HELD, look, request, toy_engines
 
 ray_marker = pytest.mark.ray
 
@@ -123,7 +123,7 @@ def test_another_rank_knows_what_rank_0_knows_and_asks_the_engines_itself(two: T
     assert sample(two, token=5) == [5, 5, 5]
     assert second.call(State.SERVING, "score", [[1, 2, 3]], doing="scoring", timeout=60) == {
         0: [[-1.0, -1.0]],
-        1: [[-1.0, -1.0]],
+        1: [[-2.0, -2.0]],
     }
     assert [handle.num_requests for handle in (*second.handles, *first.handles)] == [0, 0, 0, 0]
 
@@ -210,14 +210,12 @@ def test_an_engine_that_dies_while_the_others_sleep_is_restarted_when_they_wake(
 
 @ray_marker
 def test_an_engine_that_comes_up_while_the_others_sleep_counts_as_asleep_once_it_is(two: TwoRanks) -> None:
-    import ray
-
     first = two.first
     first.mark_dead(first.handles[0], "it died while it generated")
     first.sleep(1)  # before the new process is up
     two.until(lambda second: second.handles[0].state is State.ASLEEP)
     first.update(at_once=True)
-    assert ray.get(first.handles[0].actor.levels_slept.remote()) == [1]
+    assert look(first.handles[0], lambda engine: engine.slept) == [1]
     assert first.handles[0].asleep
     first.wake()
     two.sync(9)

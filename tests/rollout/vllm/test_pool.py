@@ -5,7 +5,6 @@ Covers ``actor.py``, ``arguments.py`` and ``in_process.py`` too.
 
 import copy
 import math
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,19 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from shared_pool import SharedPool, until_sampling
+from strategies import ranks
 from tiny_models import completion_logprobs, tiny_model, tiny_tokenizer, token_logprobs
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.models import LoRA, ModelLoading, load_causal_lm
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.local.generator import truncate
-from rlhfkit.rollout.supervision.calls import EngineReceivers
 from rlhfkit.rollout.supervision.scheduler import split_into_jobs
 from rlhfkit.rollout.vllm.pool import VLLMPool
-from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
-from rollout.zero3_ranks import run_ranks
 
 EXACT = 1e-5  # float32 on both sides; what is left is the order of summation
 
@@ -151,32 +147,6 @@ class TestWeights:
             torch.testing.assert_close(torch.tensor(sample.logprobs.tolist()[before:]), own, rtol=0, atol=EXACT)
         assert all(handle.num_requests == 0 for handle in pool.engines.handles)
 
-    def test_adapters_arrive_merged(self, vllm_pool: SharedPool, vllm_model: Path, prompts: list[Prompt]) -> None:
-        for version, (dora, quantization) in enumerate([(True, None), (False, "nf4")], start=1):
-            lora = LoRA(rank=4, dora=dora)
-            model = load_causal_lm(
-                str(vllm_model), loading=ModelLoading(attention="sdpa", quantization=quantization), lora=lora
-            )
-            generator = torch.Generator().manual_seed(version)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.requires_grad:
-                        parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-            vllm_pool.load(ModuleWeights(model), version)
-            assert worst_difference(model, vllm_pool.generate(prompts[:3], SPEC, iteration=version)) <= EXACT
-
-    def test_one_engine_with_other_weights_is_noticed_by_score(
-        self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
-    ) -> None:
-        model = load_trainer_model(vllm_model)
-        train_a_little(model, seed=9)
-        assert pool.engines is not None
-        assert pool._sync is not None
-        send_by_hand(EngineReceivers(tuple(pool.engines.handles[1:]), 1, "127.0.0.1", 30.0), model)
-        pool._sync._connected = ()  # that took engine 1 out of the pool's group
-        first, second = (torch.tensor(found) for found in pool.scores([prompts[-1].token_ids.tolist()]).values())
-        assert float((first - second).abs().max()) > 100 * EXACT
-
     def test_weights_that_are_not_finite_change_nothing(
         self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
     ) -> None:
@@ -212,18 +182,6 @@ class TestWeights:
         pool.load(ModuleWeights(model), 2)
         samples = pool.generate(prompts, SPEC, iteration=0)
         assert worst_difference(model, samples) <= EXACT
-
-
-def send_by_hand(handles: EngineReceivers, model: nn.Module) -> None:
-    """Give the weights to engines without a pool."""
-    sender, weights = ProcessGroupSender("gloo", timeout=120), ModuleWeights(model)
-    sender.connect(handles)
-    handles.submit("pause", doing="pausing").result()
-    handles.submit("begin_update", doing="beginning").result()
-    sender.send(handles, weights.metadata(), iter(weights))
-    handles.submit("finish_update", 0, doing="finishing").result()
-    handles.submit("resume", doing="resuming").result()
-    sender.close()
 
 
 @vllm
@@ -262,17 +220,6 @@ class TestSamples:
             )
         for prompt in prompts:
             assert len({tuple(first[prompt.index, index].token_ids.tolist()) for index in range(4)}) > 1
-
-    def test_greedy_equals_the_trainers_greedy(self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]) -> None:
-        model = load_trainer_model(vllm_model)
-        spec = SamplingSpec(group_size=1, max_new_tokens=20, temperature=0.0)
-        for sample in pool.generate(prompts, spec, iteration=0):
-            ids = torch.tensor([sample.prompt.token_ids.tolist()])
-            made = model.generate(  # type: ignore[operator]
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
-            )
-            assert sample.token_ids.tolist() == made[0, ids.shape[1] :].tolist()
-            assert worst_difference(model, [sample]) <= EXACT
 
     @pytest.mark.parametrize(
         "spec",
@@ -350,43 +297,12 @@ class TestBadInput:
         with pytest.raises(ValueError, match=f"2 to 511 tokens .* got one of {length}"):
             pool.score([[7] * length])
 
-    def test_nothing_is_served_before_weights(self, vllm_pool: SharedPool, prompts: list[Prompt]) -> None:
-        vllm_pool.close()
-        with pytest.raises(RuntimeError, match="no complete weights"):
-            vllm_pool.generate(prompts, SPEC, iteration=0)
-
 
 @vllm
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_zero3_ranks_publish_and_notice_every_failure_alike(tmp_path: Path) -> None:
-    first, second = run_ranks("serve", tiny_model(tmp_path / "model"), tmp_path)
-    assert len(first["differences"]) == 4
-    assert max(first["differences"] + second["differences"]) <= EXACT
-    assert first["at_temperature_0.5"] <= 2 * EXACT  # logits divided by T bring their rounding errors with them
-    # After a failure between the ranks nobody knows a version, and the next load heals it. So does the load that finds
-    # the engine dead: it waits for the new one. The second death is one too many (max_restarts=1).
-    assert first["versions"] == second["versions"] == [1, 2, None, 5, None]
-    assert max(first["after_restart"], second["after_restart"]) <= EXACT
-    # The adapter alone is sent to an engine that has the weights under it; with them to one that lacks them.
-    sent = [metrics["rollout/sync_bytes"] for metrics in first["sync_bytes"]]
-    assert sent[0] < sent[1] == sent[3]
-    assert sent[2] == sent[1] - sent[0] < 0.2 * sent[0]
-    assert first["sync_bytes"][2]["rollout/sync_bytes_saved"] == sent[0] - sent[2]
-    for rank in (first, second):  # each has its own requests answered by the engine
-        assert len(rank["share"]) == 16
-        assert rank["share"] == rank["alone"] == rank["again"]
-        assert rank["lost"].startswith("WeightsNeededError: no vLLM engine serves, and none was brought back")
-    assert first["share"] != second["share"]
-    assert "9 engine(s) need 9 CPU(s), but Ray's cluster has 2" in first["too_small"]
-    assert second["too_small"].startswith("EngineError: rank 0 failed: EngineError: 9 engine(s) need")
-    assert all("the engines have no complete weights" in rank["no_weights"] for rank in (first, second))
-    assert second["last_rank_fails"] == "OSError: the last rank's disk is gone"
-    assert first["last_rank_fails"] == "EngineError: rank 1 failed: OSError: the last rank's disk is gone"
-    assert "vLLM engine 0 of 1" in first["dead_engine"]
-    assert "died while" in first["dead_engine"]
-    # Found by the load, or by a probe before it.
-    assert re.match(r"(?s)EngineError: rank 0 failed: Engine\w+: .*vLLM engine 0 of 1", second["dead_engine"])
+    ranks.run("rollout.vllm.zero3_ranks:serve", 2, tmp_path, model=str(tiny_model(tmp_path / "model")))
 
 
 class TestWithoutEngines:
