@@ -256,7 +256,7 @@ def test_what_is_no_answer_of_vllm_ends_the_call(
 def test_images_need_a_server_that_takes_them(
     app: Misbehaviour, running: tuple[Misbehaviour, str], tmp_path: Path
 ) -> None:
-    """As one that was started without ``--enable-scale-out``; with it: ``test_images.py``."""
+    """As one that was started without ``--enable-scale-out``; with it: ``test_engine.py``."""
     seeing = str(save_vision_model("idefics3", tmp_path / "seeing"))
     engine = VLLMServer(running[1], token=SECRET, backoff=0.01, start_timeout=60)
     engine.start(seeing, dtype=torch.float32, load_weights=True)

@@ -1,4 +1,4 @@
-"""``VLLMServer`` on a real ``vllm serve``: samples, weights, log-probs.
+"""``VLLMServer`` on a real ``vllm serve``: samples, weights, log-probs, images.
 
 Covers ``stream.py``, ``weights.py`` and ``wire.py`` too.
 """
@@ -12,14 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from models.vision_families import prompts, save_vision_model
 from rl_runs import digits, fit_run
 from shared_pool import SharedPool
 from tiny_models import local_engine, tiny_tokenizer, token_logprobs
+from vllm_serve import vllm_serve
 
 from rlhfkit import Prompt, RolloutCallback, SamplingSpec, VLLMServer
 from rlhfkit.modules.parts import Correction
 from rlhfkit.rollout.errors import EngineError, RequestError, WeightsNeededError
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
+from rollout.vllm.test_images import check_three_syncs, sent_as_they_are
 from rollout.vllm.test_pool import EXACT, load_trainer_model, train_a_little, worst_difference
 
 pytestmark = [pytest.mark.vllm]
@@ -181,3 +184,15 @@ def test_a_model_that_the_server_does_not_have_is_refused(vllm_server: str, vllm
     engine = VLLMServer(vllm_server, served_model="another", start_timeout=600)
     with pytest.raises(EngineError, match=r"serves \[.*\]: served_model='another' is not among them"):
         engine.start(str(vllm_model), dtype=torch.float32)
+
+
+def test_images_are_seen_after_each_of_three_syncs_and_not_written_again_by_the_server(tmp_path: Path) -> None:
+    """On a server that was started with ``--enable-scale-out``."""
+    folder = save_vision_model("idefics3", tmp_path / "model")
+    with vllm_serve(folder, tmp_path / "log", "--enable-scale-out") as url:
+        engine = VLLMServer(url, sync_timeout=60, start_timeout=600)
+        engine.start(str(folder), dtype=torch.float32)
+        check_three_syncs(engine, folder)
+        with sent_as_they_are(), pytest.raises(RequestError, match=r"vLLM has read \d+ tokens of a prompt with images"):
+            engine.generate(prompts(folder, several=False)[:1], SPEC, iteration=0)
+        engine.close()
