@@ -21,7 +21,6 @@ from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.vllm.placement import RankLocation
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender
-from rollout.remote import sleeping_engines
 from rollout.toy_engines import HELD, look, request, toy_engines
 
 SPEC = SamplingSpec(group_size=2, max_new_tokens=8)
@@ -64,34 +63,6 @@ def in_flight(pool: ToyPool) -> Any:
     stream = pool.stream(SPEC, iteration=0)
     stream.submit([Prompt(0, [120])])
     return stream
-
-
-def each_asks() -> None:
-    """Each rank gets its own samples."""
-    rank, pool = open_pool()
-    samples = pool.generate([Prompt(rank, [1 + rank])], SPEC, iteration=0)
-    assert [sample.token_ids.tolist() for sample in samples] == [[1 + rank] * 3] * 2
-    assert pool.score([[1, 2, 3]]) == [[-1.0, -1.0]]
-    dist.barrier()  # rank 0 ends the engine
-    pool.close()
-    with pytest.raises(RuntimeError, match="the engines are not running"):
-        pool.score([[1, 2, 3]])
-
-
-class RankOnRay:
-    """A rank that Ray has started."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def run(self, port: int, folder: Path | None = None) -> Any:
-        """Ask an engine for samples, or train in a folder beside an engine that sleeps meanwhile."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        os.environ |= {
-            "LOCAL_RANK": str(self.rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
-        return each_asks() if folder is None else sleeping_engines.on_ranks(folder)
 
 
 def lose_an_engine(rank: int, pool: ToyPool) -> None:

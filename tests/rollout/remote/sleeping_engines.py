@@ -201,15 +201,15 @@ def parity(samples: Sequence[Sample]) -> list[float]:
 def run(folder: Path, pool: VLLMPool, *, reward: Any = parity, **arguments: Any) -> dict[str, Any]:
     """Two iterations of two updates, with a validation before them and after each; what was learned."""
     rollouts = RolloutCallback(reward, engine=pool, sampling=SPEC, parts=arguments.pop("parts", ()))
-    look = Look(rollouts)
+    seen = Look(rollouts)
     torch.manual_seed(0)
     ranks = arguments.get("devices", 1)
     data = {"rollout_batch_size": 8, "micro_batch_size": 8 // ranks, "validation_data": additions(4)}
-    arguments["callbacks"] = [*arguments.get("callbacks", ()), look]
+    arguments["callbacks"] = [*arguments.get("callbacks", ()), seen]
     trainer, *_ = fit_run(
         folder, module=OwnGRPO, rollouts=rollouts, data_arguments=data, use_distributed_sampler=False, **arguments
     )
-    return {"tokens": look.tokens, "digest": look.digest, "metrics": dict(trainer.callback_metrics)}
+    return {"tokens": seen.tokens, "digest": seen.digest, "metrics": dict(trainer.callback_metrics)}
 
 
 def events(pool: VLLMPool) -> Events:

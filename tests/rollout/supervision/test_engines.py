@@ -14,7 +14,7 @@ from rlhfkit.rollout.errors import EngineError, WeightsNeededError
 from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.supervision.scheduler import RequestScheduler
-from rlhfkit.rollout.supervision.table import EngineProcess, PoolSettings, Snapshot
+from rlhfkit.rollout.supervision.table import EngineStatus, PoolSettings, Snapshot
 from rollout.toy_engines import HELD, look, request, toy_engines
 
 ray_marker = pytest.mark.ray
@@ -22,21 +22,11 @@ ray_marker = pytest.mark.ray
 
 def seen_by(rank: int, num_ranks: int, num_engines: int) -> Engines:
     """Serving engines, as one of several ranks sees them."""
-    settings = PoolSettings(
-        num_engines=num_engines,
-        engine_name="engine",
-        policy=HealthPolicy(),
-        workers_per_engine=1,
-        sync_timeout=60.0,
-        start_timeout=60.0,
-        has_weights=True,
-    )
-    processes = [EngineProcess(number, None, settings) for number in range(num_engines)]
-    for process in processes:
-        process.state = State.SERVING
+    settings = PoolSettings(num_engines=num_engines, policy=HealthPolicy(), sync_timeout=60.0, start_timeout=60.0)
+    engines = [EngineStatus("engine", number, state=State.SERVING, version=0) for number in range(num_engines)]
     answers = {
         "constants": ([None] * num_engines, settings, (64, 128)),
-        "snapshot": Snapshot(0, tuple(process.status() for process in processes), False),
+        "snapshot": Snapshot(0, tuple(engines), False),
     }
 
     def call(method: str, *args: Any) -> "Future[Any]":

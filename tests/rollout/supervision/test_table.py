@@ -7,7 +7,6 @@ An engine needs half a minute to start on a busy machine of two cores, so the ac
 
 import contextlib
 import copy
-import dataclasses
 import itertools
 import os
 import random
@@ -28,7 +27,6 @@ from waiting import has_ended, until
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.errors import EngineError, RequestError
 from rlhfkit.rollout.supervision.engines import Engine
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.vllm.pool import VLLMPool
@@ -199,7 +197,7 @@ def test_an_engine_killed_during_a_load_leaves_no_half_updated_one(manager: Scen
 
 
 def test_two_thousand_samples_through_accidents_are_all_there_once(manager: Scene) -> None:
-    """Several callers at once, loads in between, prompts that are refused, engines that are killed or stopped."""
+    """Several callers at once, loads in between, and engines that are killed or stopped."""
     chance, spec = random.Random(7), SamplingSpec(group_size=5, max_new_tokens=12)
     manager.until_stale(0)
     manager.load(5)
@@ -216,13 +214,6 @@ def test_two_thousand_samples_through_accidents_are_all_there_once(manager: Scen
         return made
 
     accidents: list[str] = []
-    refused: list[str] = []
-
-    def ask_nonsense() -> None:
-        while not finished.wait(1.0):
-            with pytest.raises(RequestError, match="has the token 100000"):
-                manager.pool.generate([Prompt(index=0, token_ids=[100_000])], spec, iteration=0)
-            refused.append("nonsense")
 
     def cause_accidents() -> None:
         while not finished.wait(chance.uniform(1, 2)):
@@ -239,12 +230,12 @@ def test_two_thousand_samples_through_accidents_are_all_there_once(manager: Scen
             else:
                 manager.send(victim, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             accidents.append(kind)
-            if len(accidents) > 2 and len(refused) > 3 and {*accidents} & {"kill", "stop"}:
+            if len(accidents) > 2 and {*accidents} & {"kill", "stop"}:
                 enough.set()
 
-    with ThreadPoolExecutor(7) as threads:
+    with ThreadPoolExecutor(6) as threads:
         callers: list[Future[list[Sample]]] = [threads.submit(ask, caller) for caller in range(4)]
-        nonsense, villain = threads.submit(ask_nonsense), threads.submit(cause_accidents)
+        villain = threads.submit(cause_accidents)
         version = 6
         try:
             while not all(caller.done() for caller in callers):
@@ -254,27 +245,8 @@ def test_two_thousand_samples_through_accidents_are_all_there_once(manager: Scen
             samples = [sample for caller in callers for sample in caller.result()]
         finally:
             finished.set()
-        nonsense.result()
         villain.result()
     assert len(keyed(samples)) == len(samples) >= 2000
     assert len(samples) % 50 == 0  # of each turn
     manager.check(samples[::20], spec)
     assert all(sample.versions.tolist() == sorted(sample.versions.tolist()) for sample in samples)
-
-
-def test_all_engines_dead_is_an_error_that_says_so(manager: Scene) -> None:
-    assert manager.pool.engines is not None
-    manager.pool.engines.policy = dataclasses.replace(manager.pool.health, recovery_timeout=1)
-    with ThreadPoolExecutor(1) as threads:
-        future = threads.submit(manager.pool.generate, ENDLESS, LONG, iteration=9)
-        until(lambda: future.done() or any(manager.handle(number).num_requests for number in (0, 1)))
-        for number in (0, 1):
-            if manager.handle(number).state is State.SERVING:
-                manager.send(number, signal.SIGKILL if number else signal.SIGSTOP)
-        with pytest.raises(EngineError, match=r"(?s)no vLLM engine serves.*engine 0 of 2.*engine 1 of 2"):
-            future.result(timeout=200)  # less than the 300 s in which a request must be finished
-    with pytest.raises(EngineError, match="no vLLM engine serves"):
-        manager.pool.score([[10, 11, 12]])
-    manager.pool.close()
-    with pytest.raises(RuntimeError, match="not running"):
-        manager.pool.generate(PROMPTS, SPEC, iteration=0)

@@ -1,17 +1,18 @@
-"""``VLLMPool(colocate=True)`` as far as it goes without GPUs: on a CPU vLLM's sleep frees no memory, but it pauses."""
+"""``VLLMPool(colocate=True)`` as far as it goes without GPUs: on a CPU vLLM's sleep frees no memory, but it pauses.
+
+When a run has engines sleep and wake: ``rollout/remote/test_rank_memory.py``.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from rl_runs import additions, digits, fit_run
 from shared_pool import SharedPool
 
-from rlhfkit import RolloutCallback, SamplingSpec
+from rlhfkit import SamplingSpec
 from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.supervision.calls import EngineReceivers
@@ -79,38 +80,6 @@ def test_weights_that_were_dropped_are_not_served_before_the_next_load(colocated
     colocated.wake()
     assert doing(colocated) == ({State.SERVING}, {False})
     assert {token.versions.tolist()[0] for token in colocated.generate(PROMPTS, SPEC, iteration=0)} == {1}
-
-
-def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(
-    vllm_pool: SharedPool, vllm_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a validation after each iteration, which engines sleep through and wake after.
-
-    At both levels: ``rollout/remote/test_rank_memory.py``.
-    """
-    seen: list[tuple[set[State], set[bool]]] = []
-
-    class Look(L.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            seen.append(doing(vllm_pool))
-
-    def run() -> torch.Tensor:
-        seen.clear()
-        torch.manual_seed(0)
-        rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-        _, module, _ = fit_run(
-            tmp_path, model=vllm_model, rollouts=rollouts, callbacks=[Look()], module_arguments={"lr": 5e-3},
-            data_arguments={"micro_batch_size": 16, "validation_data": additions(4)},
-            accumulate_grad_batches=1,
-        )  # fmt: skip
-        return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
-
-    apart = run()
-    assert seen == [({State.SERVING}, {False})] * 4
-    monkeypatch.setattr(vllm_pool, "colocate", True)
-    beside = run()
-    assert seen == [({State.ASLEEP}, {True})] * 4
-    assert torch.equal(beside, apart)
 
 
 @pytest.mark.parametrize("bucket_bytes", [100, 2**20])

@@ -126,24 +126,13 @@ def check_three_syncs(engine: RolloutEngine, folder: Path) -> None:
 
 @pytest.mark.parametrize("modality", ["vision", "both"])
 def test_an_adapter_of_the_vision_part_is_merged(folder: Path, caplog: pytest.LogCaptureFixture, modality: Any) -> None:
-    model, plain = load_causal_lm(str(folder), lora=LoRA(rank=4, modality=modality)).eval(), load_causal_lm(str(folder))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * parameter.requires_grad
-    merged, pool = ModuleWeights(model), VLLMPool()
-    pool.configure_weights(merged)
+    """With what: ``tests/models/test_vision.py``."""
+    weights, pool = ModuleWeights(load_causal_lm(str(folder), lora=LoRA(rank=4, modality=modality))), VLLMPool()
+    pool.configure_weights(weights)
     assert pool.adapter is None
     assert "the LoRA adapter is merged at every sync: model.vision_model" in caplog.text
     with pytest.raises(ValueError, match="is of the vision part"):
-        VLLMPool(lora="adapter").configure_weights(merged)
-    plain.load_state_dict(dict(merged), strict=False)
-    batch = Experience.from_samples(
-        [Sample(prompt, 0, [5, 6, 7], [0.0] * 3, [0] * 3, "stop") for prompt in prompts(folder, several=True)],
-        before_rewards=True,
-    )
-    with torch.no_grad():
-        found, expected = (policy_output(each.eval(), batch, batch.action_mask).logprobs for each in (plain, model))
-    torch.testing.assert_close(found, expected, atol=EXACT, rtol=0)
+        VLLMPool(lora="adapter").configure_weights(weights)
 
 
 @pytest.mark.vllm

@@ -4,6 +4,7 @@ Covers ``actor.py``, ``arguments.py`` and ``in_process.py`` too.
 """
 
 import copy
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -188,38 +189,31 @@ class TestWeights:
 class TestSamples:
     """What is sampled, and that it depends on nothing but the weights and the seed."""
 
-    def test_samples_depend_neither_on_the_number_of_engines_nor_on_order(
+    def test_every_sample_has_a_seed_of_its_own_whatever_engines_and_order(
         self, pool: SharedPool, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         samples = pool.generate(prompts, SPEC, iteration=3)
         assert [(sample.prompt.index, sample.sample_index) for sample in samples] == [
             (prompt.index, index) for prompt in prompts for index in range(SPEC.group_size)
         ]
-        both = keyed(samples)
+        first = keyed(samples)
+        later = keyed(pool.generate(prompts, SPEC, iteration=1))
+        other = keyed(pool.generate(prompts, dataclasses.replace(SPEC, seed=1), iteration=3))
+        for changed in (later, other):
+            differ = sum(changed[key].token_ids.tolist() != sample.token_ids.tolist() for key, sample in first.items())
+            assert differ > len(first) * 3 // 4
+        for prompt in prompts:
+            assert len({tuple(first[prompt.index, index].token_ids.tolist()) for index in range(4)}) > 1
         backwards = keyed(pool.generate(prompts[::-1], SPEC, iteration=3))
         alone = keyed(pool.generate(prompts[5:6], SPEC, iteration=3))
         assert pool.engines is not None
         monkeypatch.setattr(pool.engines.handles[1], "responsive", False)
         one = keyed(pool.generate(prompts, SPEC, iteration=3))
-        assert backwards.keys() == both.keys() == one.keys()
+        assert backwards.keys() == first.keys() == one.keys()
         for others in (backwards, alone, one):
             for key, sample in others.items():
-                assert sample.token_ids.tolist() == both[key].token_ids.tolist()
-                assert torch.allclose(torch.tensor(sample.logprobs), torch.tensor(both[key].logprobs), atol=EXACT)
-
-    def test_every_sample_has_a_seed_of_its_own(self, pool: SharedPool, prompts: list[Prompt]) -> None:
-        first = keyed(pool.generate(prompts, SPEC, iteration=0))
-        again = keyed(pool.generate(prompts, SPEC, iteration=0))
-        later = keyed(pool.generate(prompts, SPEC, iteration=1))
-        other = keyed(pool.generate(prompts, SamplingSpec(group_size=4, max_new_tokens=24, seed=1), iteration=0))
-        assert all(again[key].token_ids.tolist() == first[key].token_ids.tolist() for key in first)
-        for changed in (later, other):
-            assert (
-                sum(changed[key].token_ids.tolist() != first[key].token_ids.tolist() for key in first)
-                > len(first) * 3 // 4
-            )
-        for prompt in prompts:
-            assert len({tuple(first[prompt.index, index].token_ids.tolist()) for index in range(4)}) > 1
+                assert sample.token_ids.tolist() == first[key].token_ids.tolist()
+                assert torch.allclose(torch.tensor(sample.logprobs), torch.tensor(first[key].logprobs), atol=EXACT)
 
     @pytest.mark.parametrize(
         "spec",

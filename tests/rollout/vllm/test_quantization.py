@@ -1,14 +1,12 @@
 """FP8 engines: vLLM's CPU build computes them for real, with weights that are quantized again at every sync."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rl_runs import PlainGRPO, digits, fit_run
 from shared_pool import SMALL, SharedPool
 from tiny_models import token_logprobs
-from torch import nn
 
 from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.models import ModelLoading, load_causal_lm
@@ -33,22 +31,6 @@ def test_a_pool_says_that_it_is_quantized() -> None:
     assert [pool.quantized for pool in pools] == [False, True, True]
 
 
-def change(policy: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-
-
-def train(pool: VLLMPool, folder: Path, model: Path) -> tuple[Any, dict[str, float]]:
-    rollouts = RolloutCallback(digits, engine=pool, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-    trainer, module, _ = fit_run(
-        folder, module=PlainGRPO, model=model, rollouts=rollouts, module_arguments={"lr": 0.05},
-        data_arguments={"micro_batch_size": 16}, accumulate_grad_batches=1, precision="bf16-true",
-    )  # fmt: skip
-    return module, {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
 @pytest.mark.vllm
 def test_every_sync_takes_effect_and_the_mismatch_is_measured_and_corrected(
     vllm_model: Path, ray_session: None, tmp_path: Path
@@ -59,7 +41,10 @@ def test_every_sync_takes_effect_and_the_mismatch_is_measured_and_corrected(
         policy = load_causal_lm(str(vllm_model), loading=ModelLoading(attention="sdpa"))
         scores, policies = [], []
         for version in range(3):
-            change(policy, seed=version)
+            generator = torch.Generator().manual_seed(version)
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
             pool.load(ModuleWeights(policy, dtype=torch.bfloat16), version)
             policies.append(token_logprobs(policy, TOKENS).detach())
             scores.append(torch.tensor(pool.score([TOKENS])[0]))
@@ -74,7 +59,12 @@ def test_every_sync_takes_effect_and_the_mismatch_is_measured_and_corrected(
         assert torch.equal(torch.tensor(pool.score([TOKENS])[0]), scores[-1])
 
         pool.close()  # the engines lose their version only
-        module, metrics = train(pool, tmp_path, vllm_model)
+        rollouts = RolloutCallback(digits, engine=pool, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+        trainer, module, _ = fit_run(
+            tmp_path, module=PlainGRPO, model=vllm_model, rollouts=rollouts, module_arguments={"lr": 0.05},
+            data_arguments={"micro_batch_size": 16}, accumulate_grad_batches=1, precision="bf16-true",
+        )  # fmt: skip
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         assert [part.kind for part in module.parts if isinstance(part, Correction)] == ["tis"]
         assert 0.005 < metrics["rollout_corr/logprob_abs_diff_mean"] < 0.15
         assert metrics["rollout_corr/is_mean"] == pytest.approx(1.0, abs=0.1)

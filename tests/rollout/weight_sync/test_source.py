@@ -26,32 +26,22 @@ infos = st.lists(
 )
 
 
-class TestBuckets:
-    """Cutting tensors into blocks of bytes."""
-
-    @given(infos=infos, capacity=st.integers(1, 5000))
-    def test_every_tensor_is_in_one_bucket_in_order_and_overlaps_none(
-        self, infos: list[WeightInfo], capacity: int
-    ) -> None:
-        buckets = plan_buckets(infos, capacity)
-        assert [b.first + n for b in buckets for n in range(len(b.offsets))] == list(range(len(infos)))
-        for bucket in buckets:
-            ends = [o + i.num_bytes for o, i in zip(bucket.offsets, infos[bucket.first :], strict=False)]
-            assert all(end <= start for end, start in zip(ends, [*bucket.offsets[1:], bucket.num_bytes], strict=True))
-            assert bucket.num_bytes <= capacity or len(bucket.offsets) == 1
-
-    @given(infos=infos, seed=st.integers(0, 100))
-    @settings(max_examples=50)
-    def test_tensors_of_mixed_types_come_back_unchanged(self, infos: list[WeightInfo], seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        tensors = [(100 * torch.rand(info.shape, generator=generator)).to(info.dtype) for info in infos]
-        for bucket in plan_buckets(infos, 512):
-            block = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            own = tensors[bucket.first : bucket.first + len(bucket.offsets)]
-            for (_, view), tensor in zip(bucket.views(block, infos), own, strict=True):
-                view.copy_(tensor)
-            for (_, view), tensor in zip(bucket.views(block.clone(), infos), own, strict=True):
-                assert torch.equal(view, tensor)
+@settings(max_examples=150)
+@given(infos=infos, capacity=st.integers(1, 5000), seed=st.integers(0, 100))
+def test_every_tensor_is_in_one_bucket_in_order_and_comes_back_unchanged(
+    infos: list[WeightInfo], capacity: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [(100 * torch.rand(info.shape, generator=generator)).to(info.dtype) for info in infos]
+    buckets = plan_buckets(infos, capacity)
+    assert [b.first + n for b in buckets for n in range(len(b.offsets))] == list(range(len(infos)))
+    for bucket in buckets:
+        assert bucket.num_bytes <= capacity or len(bucket.offsets) == 1
+        block, own = torch.empty(bucket.num_bytes, dtype=torch.uint8), tensors[bucket.first :][: len(bucket.offsets)]
+        for (_, view), tensor in zip(bucket.views(block, infos), own, strict=True):
+            view.copy_(tensor)
+        for (_, view), tensor in zip(bucket.views(block.clone(), infos), own, strict=True):  # none overlaps another
+            assert torch.equal(view, tensor)
 
 
 class Wrapper(nn.Module):
