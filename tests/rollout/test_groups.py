@@ -4,16 +4,16 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from episodes.episode_cases import check_logprobs
+from episodes.episode_cases import Recorded, check_logprobs
 from rl_runs import RANK, RANKS, PlainGRPO, digits, fit_run, on_all_ranks, samples_of_all_ranks, setup_run, weights
 from strategies import ranks
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import local_engine, tiny_model, tiny_tokenizer
 from waiting import LIMIT
 
 from rlhfkit import (
@@ -27,7 +27,7 @@ from rlhfkit import (
     RolloutDump,
 )
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.rollout import GroupSampler, LocalEngine, SamplingSpec, request_batcher, sample_groups
+from rlhfkit.rollout import GroupSampler, SamplingSpec, request_batcher, sample_groups
 from rlhfkit.rollout.groups import GroupError
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
@@ -38,29 +38,14 @@ def prompts() -> list[Prompt]:
     return [Prompt(10 + place, tiny_tokenizer()(text)["input_ids"], text) for place, text in enumerate(TEXTS)]
 
 
-class Counted(LocalEngine):
-    """Notes how many prompts each call has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[int] = []
-
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        self.calls.append(len(prompts))
-        return super().generate(prompts, sampling, iteration=iteration)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("groups"), context=64))
 
 
 @pytest.fixture(scope="module")
-def engine(folder: str) -> Iterator[Counted]:
-    engine = Counted()
-    engine.start(folder, dtype=torch.float32, load_weights=True)
-    yield engine
-    engine.close()
+def engine(folder: str) -> Recorded:
+    return Recorded(local_engine(folder))
 
 
 def run(engine: Any, group: Any, folder: str, sampling: SamplingSpec = SAMPLING) -> list[Sample]:
@@ -112,7 +97,7 @@ async def all_together(prompt: Prompt, size: int, sampler: GroupSampler) -> list
 # ------------------------------------------------------------------ samples
 
 
-def test_a_function_that_only_samples_gives_what_the_engine_gives(engine: Counted, folder: str) -> None:
+def test_a_function_that_only_samples_gives_what_the_engine_gives(engine: Recorded, folder: str) -> None:
     expected = engine.generate(prompts(), SAMPLING, iteration=3)
     samples = run(engine, default, folder)
     assert tokens(samples) == tokens(expected)
@@ -124,7 +109,7 @@ def test_a_function_that_only_samples_gives_what_the_engine_gives(engine: Counte
 
 
 def test_what_all_functions_wait_for_is_one_call_also_if_their_caller_is_interrupted_between_prompts(
-    engine: Counted, folder: str, monkeypatch: pytest.MonkeyPatch
+    engine: Recorded, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = asyncio.run_coroutine_threadsafe
 
@@ -146,7 +131,7 @@ def test_what_all_functions_wait_for_is_one_call_also_if_their_caller_is_interru
     assert engine.calls == [3, 3, 3]
 
 
-def test_every_request_has_seeds_of_its_own_and_no_company_changes_them(engine: Counted, folder: str) -> None:
+def test_every_request_has_seeds_of_its_own_and_no_company_changes_them(engine: Recorded, folder: str) -> None:
     async def several(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
         requests = (sampler.sample(prompt, 1, attempt=attempt) for attempt in (0, 0, 1, 1, 2))
         return [sample for group in await asyncio.gather(*requests) for sample in group]
@@ -158,7 +143,7 @@ def test_every_request_has_seeds_of_its_own_and_no_company_changes_them(engine: 
         assert tokens(alone) == tokens(samples[5 * place : 5 * place + 5])
 
 
-def test_a_hint_is_not_trained_on_and_a_given_text_ends_and_has_no_policy(engine: Counted, folder: str) -> None:
+def test_a_hint_is_not_trained_on_and_a_given_text_ends_and_has_no_policy(engine: Recorded, folder: str) -> None:
     async def hinted(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
         return [*await sampler.sample(prompt, size - 1, attempt=1, hint="?!"), sampler.given(prompt, "42")]
 
@@ -178,7 +163,7 @@ def test_a_hint_is_not_trained_on_and_a_given_text_ends_and_has_no_policy(engine
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_continuation_begins_with_what_it_continues_and_has_the_length_that_is_left(
-    engine: Counted, folder: str, trained: bool
+    engine: Recorded, folder: str, trained: bool
 ) -> None:
     async def continued(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
         (first,) = await sampler.sample(prompt, 1)
@@ -197,7 +182,7 @@ def test_a_continuation_begins_with_what_it_continues_and_has_the_length_that_is
             check_logprobs(engine, sample)
 
 
-def test_a_conversation_reads_what_was_appended_and_learns_what_the_policy_said(engine: Counted, folder: str) -> None:
+def test_a_conversation_reads_what_was_appended_and_learns_what_the_policy_said(engine: Recorded, folder: str) -> None:
     async def conversation(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
         first = [sampler.cut(sample, 2) for sample in await sampler.sample(prompt, size)]
         asked = [sampler.append(sample, f"<{sample.text}>") for sample in first]
@@ -216,7 +201,7 @@ def plain(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
     return []
 
 
-def test_what_makes_no_group_is_an_error_that_says_why(engine: Counted, folder: str) -> None:
+def test_what_makes_no_group_is_an_error_that_says_why(engine: Recorded, folder: str) -> None:
     async def returned(value: Any) -> Any:
         return value
 

@@ -64,20 +64,16 @@ def test_samples_that_are_cut_anywhere_and_continued_are_those_that_are_not(
     whole = keyed([engine.generate(prompts_of(TEXTS), spec, iteration=3)])
     found: list[list[Sample]] = []
     begun: list[list[Sample]] = []
-    for count in cuts:
+    for count in (*cuts, None):  # at last to the end
         stream = engine.stream(spec, iteration=3)
         known = {group[0].prompt.index for group in [*found, *begun]}
         stream.resume(begun)
         stream.submit([prompt for prompt in prompts_of(TEXTS) if prompt.index not in known])
-        found += steps(stream, count)
+        found += rest(stream) if count is None else steps(stream, count)
         begun = stream.cut()
         assert stream.collect(9) == []
         assert all(sample.num_tokens for group in begun for sample in group)
-    stream = engine.stream(spec, iteration=3)
-    known = {group[0].prompt.index for group in [*found, *begun]}
-    stream.resume(begun)
-    stream.submit([prompt for prompt in prompts_of(TEXTS) if prompt.index not in known])
-    again = keyed([*found, *rest(stream)])
+    again = keyed(found)
     assert again.keys() == whole.keys()
     for key, sample in again.items():
         assert (sample.token_ids.tolist(), sample.finish_reason) == (
