@@ -157,18 +157,19 @@ def test_nobody_at_the_address(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "words"),
+    ("models", "served", "words"),
     [
-        ({"data": [MODEL, MODEL | {"id": "other"}]}, r"serves \['model', 'other'\]: served_model=None needs exactly"),
-        ({"data": [{"id": "model"}]}, "does not say its max_model_len"),
+        ([MODEL, MODEL | {"id": "other"}], None, r"serves \['model', 'other'\]: served_model=None needs exactly"),
+        ([MODEL], "another", r"serves \['model'\]: served_model='another' is not among them"),
+        ([{"id": "model"}], None, "does not say its max_model_len"),
     ],
 )
 def test_another_server(
-    app: Misbehaviour, started: Callable[..., VLLMServer], models: dict[str, Any], words: str
+    app: Misbehaviour, started: Callable[..., VLLMServer], models: list[Any], served: str | None, words: str
 ) -> None:
-    app.models = models
+    app.models = {"data": models}
     with pytest.raises(EngineError, match=words):
-        started()
+        started(served_model=served)
 
 
 def test_requests_that_failed_for_now_are_repeated_and_give_the_same(

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -271,25 +272,22 @@ class TestSamples:
 
 
 @vllm
-class TestBadInput:
-    """One clear error, at once."""
-
-    def test_a_prompt_that_leaves_no_room_is_named(self, pool: SharedPool) -> None:
-        prompt = Prompt(index=41, token_ids=[7] * 500)
-        with pytest.raises(ValueError, match=r"prompt 41 has 500 tokens .* context is 512"):
-            pool.generate([prompt], SPEC, iteration=0)
-
-    @pytest.mark.parametrize("temperature", [0.001, 2.5])
-    def test_a_temperature_that_vllm_would_change_is_refused(
-        self, pool: SharedPool, prompts: list[Prompt], temperature: float
-    ) -> None:
-        with pytest.raises(ValueError, match=rf"0\.01 to 2\.0, got SamplingSpec\.temperature={temperature}"):
-            pool.generate(prompts, SamplingSpec(temperature=temperature), iteration=0)
-
-    @pytest.mark.parametrize("length", [1, 512])
-    def test_score_refuses_lengths_it_cannot_serve(self, pool: SharedPool, length: int) -> None:
-        with pytest.raises(ValueError, match=f"2 to 511 tokens .* got one of {length}"):
-            pool.score([[7] * length])
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda pool: pool.generate([Prompt(41, [7] * 500)], SPEC, iteration=0), "41 has 500 tokens .* context is 512"),
+        (
+            lambda pool: pool.generate([Prompt(0, [7])], SamplingSpec(temperature=0.001), iteration=0),
+            r"0\.01 to 2\.0, got SamplingSpec\.temperature=0\.001",
+        ),
+        (lambda pool: pool.generate([Prompt(0, [7])], SamplingSpec(temperature=2.5), iteration=0), "temperature=2.5"),
+        (lambda pool: pool.score([[7]]), "2 to 511 tokens .* got one of 1"),
+        (lambda pool: pool.score([[7] * 512]), "2 to 511 tokens .* got one of 512"),
+    ],
+)
+def test_what_vllm_would_change_or_not_serve_is_one_clear_error_at_once(pool: SharedPool, ask: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ask(pool)
 
 
 @vllm
