@@ -104,7 +104,8 @@ def refusal(place: Any) -> str:
 
     from rlhfkit.rollout.vllm.actor import VLLMActor
 
-    engine = ray.remote(VLLMActor).options(**place.options).remote({}, True, place)
+    kind = ray.remote(VLLMActor).options(**place.options)
+    engine = kind.remote({}, True, place)
     try:
         ray.get(engine.start.remote(True), timeout=100)
     except ray.exceptions.RayTaskError as error:
@@ -182,7 +183,7 @@ def of_ray() -> None:
 
 
 def start_a_cluster() -> None:
-    """A Ray node that declares four GPUs: for others until stdin ends, and then for two ranks of its own."""
+    """A Ray node that declares four GPUs; ranks of its own when asked, and it waits for others until stdin ends."""
     import ray
 
     from rlhfkit.strategies.ray.launcher import RayLauncher
@@ -193,11 +194,12 @@ def start_a_cluster() -> None:
     )  # fmt: skip
     ray._private.worker._global_node.kill_log_monitor()  # nobody wants the logs
     print(f"address {ray.get_runtime_context().gcs_address}", flush=True)
-    sys.stdin.read()
-    RayLauncher(
-        num_ranks=2, num_nodes=1, resources_per_rank={"CPU": 1.0, "GPU": 1.0}, device="cuda", timeout=100,
-        return_weights=False,
-    ).launch(of_ray)  # fmt: skip
+    for line in sys.stdin:
+        RayLauncher(
+            num_ranks=int(line), num_nodes=1, resources_per_rank={"CPU": 1.0, "GPU": 1.0}, device="cuda", timeout=100,
+            return_weights=False,
+        ).launch(of_ray)  # fmt: skip
+        print("address of no other", flush=True)
     ray.shutdown()
 
 
