@@ -3,10 +3,8 @@
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,10 +20,11 @@ from rlhfkit.episodes.openai.agents import AgentConnection
 from rlhfkit.episodes.tool_calls import ToolCall
 from rlhfkit.models.load import load_tokenizer
 from rlhfkit.rollout import GroupFunction
-from rlhfkit.rollout.engine import MIN_TEMPERATURE
 from rlhfkit.rollout.groups import GroupRunner
 from rlhfkit.rollout.replay import samples_file, save_samples
 from rlhfkit.serving.access import AccessToken, ServerOptions
+
+from .table import observed
 
 SAMPLING = SamplingSpec(group_size=2, max_new_tokens=3)
 TEMPLATE = (
@@ -61,14 +60,6 @@ def prompts() -> list[Prompt]:
     return [Prompt(i, tiny_tokenizer()(f"{i}+1=")["input_ids"], f"{i}+1=") for i in range(2)]
 
 
-class Greedy(LocalEngine):
-    """Takes the likeliest tokens, whatever is asked for."""
-
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        # 0 is refused for groups, whose answers would be the same without an environment.
-        return super().generate(prompts, replace(sampling, temperature=MIN_TEMPERATURE), iteration=iteration)
-
-
 class Guests:
     """How many episodes of one prompt there were at the same time, and what agents were told."""
 
@@ -84,22 +75,12 @@ class Guests:
     def leave(self, prompt: Prompt) -> None:
         self.here[prompt.index] -= 1
 
-    @contextmanager
-    def inside(self, prompt: Prompt) -> Any:
-        self.enter(prompt)
-        try:
-            yield
-        finally:
-            self.leave(prompt)
-
 
 guests = Guests()
 
 
 class Turns(Environment):
     """Answers with the number of the turn, three times."""
-
-    pause = 0.0
 
     async def reset(self, prompt: Prompt) -> None:
         self.prompt = prompt
@@ -109,7 +90,7 @@ class Turns(Environment):
         return f"<{action.turn}>"
 
     async def step(self, action: Action) -> Step:
-        await asyncio.sleep(self.pause)
+        await asyncio.sleep(0)
         return Step(self.says(action), reward=1.0, done=action.turn == 2)
 
     async def close(self) -> None:
@@ -121,12 +102,6 @@ class Chatting(Turns):
 
     def says(self, action: Action) -> Any:
         return [{"role": "user", "content": "?"}]
-
-
-class Slow(Turns):
-    """Takes longer than a thousandth of a second."""
-
-    pause = 0.05
 
 
 class Failing(Turns):
@@ -152,7 +127,7 @@ def called(action: Action) -> list[ToolCall]:
     return [ToolCall("double", {"number": 1})]
 
 
-async def asks(connection: AgentConnection, prompt: Prompt, *, turns: int = 2, pause: float = 0.0) -> float:
+async def asks(connection: AgentConnection, prompt: Prompt, *, turns: int = 2) -> float:
     """Asks so many times; the reward counts calls of tools."""
     where = urlsplit(connection.base_url)
     port = where.port if where.port == PORT else "any"
@@ -160,25 +135,22 @@ async def asks(connection: AgentConnection, prompt: Prompt, *, turns: int = 2, p
     tools: Any = [{"type": "function", "function": {"name": "double", "parameters": {}}}]
     messages: list[Any] = [{"role": "user", "content": prompt.text}]
     calls = 0
-    with guests.inside(prompt):
+    guests.enter(prompt)
+    try:
         async with connection.client(max_retries=0) as client:
             for _ in range(turns):
-                await asyncio.sleep(pause)
                 answer = await client.chat.completions.create(model=connection.model, messages=messages, tools=tools)
                 said = answer.choices[0].message
                 calls += len(said.tool_calls or ())
                 messages += [{"role": "assistant", "content": said.content or ""}, {"role": "user", "content": "?"}]
+    finally:
+        guests.leave(prompt)
     return float(calls)
 
 
 async def asks_once(connection: AgentConnection, prompt: Prompt) -> float:
     """One turn."""
     return await asks(connection, prompt, turns=1)
-
-
-async def asks_slowly(connection: AgentConnection, prompt: Prompt) -> float:
-    """Takes longer than a thousandth of a second."""
-    return await asks(connection, prompt, pause=0.05)
 
 
 async def fails(connection: AgentConnection, prompt: Prompt) -> float:
@@ -194,36 +166,31 @@ def played(folder: Path, kind: type, arguments: Mapping[str, Any], around: Mappi
     Args:
         folder: Of :func:`prepare`.
         kind: Of engine.
-        arguments: Its arguments; ``@name`` stands for a file, and engines are made of a ``partial``.
+        arguments: Its arguments; ``@name`` stands for a file.
         around: Nothing.
         built: Only start it.
     """
     global guests
     guests = Guests()
-    given = {
-        name: value() if isinstance(value, partial) else str(folder / value[1:]) if str(value)[0] == "@" else value
-        for name, value in arguments.items()
-    }
-    server = {name.removeprefix("server."): given.pop(name) for name in [*given] if name.startswith("server.")}
-    engine: Any = None
-    source: Any = None
-    try:
+
+    def play(_: Path, given: dict[str, Any]) -> Any:
+        server = {name.removeprefix("server."): given.pop(name) for name in [*given] if name.startswith("server.")}
         made = kind(**given, **({"server": ServerOptions(**server)} if server else {}))
         engine = source = LocalEngine() if isinstance(made, GroupFunction) else made
         model = str(folder / "chat")
         engine.start(model, dtype=torch.float32, load_weights=True)
-        if isinstance(made, GroupFunction):
-            made.start(engine, model, dtype=torch.float32)
-            source = GroupRunner(engine, made)
-            source.configure(load_tokenizer(model), None, model)
-        samples = [] if built else source.generate(prompts(), SAMPLING, iteration=0)
-        return {"samples": list(map(written, samples)), "most": guests.most, "told": guests.told, **inside(made)}
-    except (ValueError, TypeError, RuntimeError) as error:
-        return {"error": str(error)}
-    finally:
-        if engine is not None:
+        try:
+            if isinstance(made, GroupFunction):
+                made.start(engine, model, dtype=torch.float32)
+                source = GroupRunner(engine, made)
+                source.configure(load_tokenizer(model), None, model)
+            samples = [] if built else source.generate(prompts(), SAMPLING, iteration=0)
+            return {"samples": list(map(written, samples)), "most": guests.most, "told": guests.told, **inside(made)}
+        finally:
             engine.close()
             source.close()
+
+    return observed(folder, arguments, play)
 
 
 def written(sample: Sample) -> Any:

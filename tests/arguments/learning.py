@@ -1,6 +1,5 @@
 """Runs every module for four optimizer steps on a model of one layer, and writes down all that can be seen of it."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from rlhfkit import (
 )
 from rlhfkit.models.forward import unwrap
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+
+from .table import observed, quiet_trainer
 
 datasets = LazyModule("datasets")
 
@@ -171,38 +172,27 @@ def learn(
         around: ``epochs``: other than 1.
         built: Only build it.
     """
-    with tempfile.TemporaryDirectory() as own, pytest.MonkeyPatch.context() as patch:
-        place = Path(own)
-        # Log-probs that another run has computed would hide the arguments that they are computed with.
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
 
-        def path(value: Any) -> Any:
-            if not (isinstance(value, str) and value.startswith("@")):
-                return value
-            return str((folder if (folder / value[1:]).exists() else place) / value[1:])
-
-        try:
-            given: dict[str, Any] = {}
-            for name, value in arguments.items():
-                argument, _, option = name.partition(".")
-                given |= {argument: given.get(argument, {}) | {option: value} if option else path(value)}
-            module: Any = kind(**given)
-            if built:
-                module.configure_model()
-                return look(module), optimizers(module)
-            watch = Watch()
-            callbacks: list[L.Callback] = [watch]
-            if issubclass(kind, OnPolicyModule):
-                # Half of all tokens end an answer, so that some are cut off and others are not.
-                sampling = SamplingSpec(group_size=2, max_new_tokens=3, stop_token_ids=tuple(range(64, 128)))
-                callbacks.insert(0, RolloutCallback(scored, engine=LocalEngine(), sampling=sampling))
-            epochs = around.get("epochs", 1)
-            trainer = L.Trainer(
-                accelerator="cpu", devices=1, max_epochs=epochs, logger=False, enable_checkpointing=False,
-                enable_progress_bar=False, enable_model_summary=False, default_root_dir=own, callbacks=callbacks,
-            )  # fmt: skip
-            trainer.fit(module, data_for(data))
-        except (ValueError, TypeError, RuntimeError) as error:
-            return {"error": str(error).replace(own, "")}
+    def run(place: Path, paths: dict[str, Any]) -> Any:
+        given: dict[str, Any] = {}
+        for name, value in paths.items():
+            argument, _, option = name.partition(".")
+            given |= {argument: given.get(argument, {}) | {option: value} if option else value}
+        module: Any = kind(**given)
+        if built:
+            module.configure_model()
+            return look(module), optimizers(module)
+        watch = Watch()
+        callbacks: list[L.Callback] = [watch]
+        if issubclass(kind, OnPolicyModule):
+            # Half of all tokens end an answer, so that some are cut off and others are not.
+            sampling = SamplingSpec(group_size=2, max_new_tokens=3, stop_token_ids=tuple(range(64, 128)))
+            callbacks.insert(0, RolloutCallback(scored, engine=LocalEngine(), sampling=sampling))
+        with pytest.MonkeyPatch.context() as patch:
+            # Log-probs that another run has computed would hide the arguments that they are computed with.
+            patch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
+            quiet_trainer(place, max_epochs=around.get("epochs", 1), callbacks=callbacks).fit(module, data_for(data))
         files = sorted(str(file.relative_to(place).parent) for file in place.rglob("*") if file.is_file())
         return {**watch.seen, "files": files}
+
+    return observed(folder, arguments, run)

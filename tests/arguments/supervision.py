@@ -14,7 +14,7 @@ from rlhfkit import SamplingSpec, VLLMPool
 from rlhfkit.rollout import HealthPolicy
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.supervision.engines import Engines
-from rlhfkit.rollout.supervision.health import Probes, State
+from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.supervision.scheduler import RequestScheduler
 from rlhfkit.rollout.supervision.table import PoolSettings
 from rlhfkit.rollout.vllm import pool
@@ -55,7 +55,7 @@ class FakeLauncher(ActorLauncher):
         return fake_actor(score=lambda rows: [[-1.0 - 0.05 * (number % 2)]], sleep=self.slept.append)
 
 
-def started(folder: Path, arguments: Mapping[str, Any]) -> Any:
+def started(folder: Path, kind: type, arguments: Mapping[str, Any], *rest: Any) -> Any:
     """All that a pool hands to its engines, their sender and those who wait for them; or its error."""
     engines = VLLMPool(**arguments)
     with pytest.MonkeyPatch.context() as patch:
@@ -98,14 +98,10 @@ def engines_of(policy: HealthPolicy, *, has_weights: bool, **answers: Callable[.
     return Engines.start(settings, lambda number, name: fake_actor(**answers))
 
 
-def watched(arguments: Mapping[str, Any]) -> Any:
-    """When an engine is probed and declared dead, how often it is restarted, and how long requests wait for it."""
+def watched(kind: type, arguments: Mapping[str, Any], *rest: Any) -> Any:
+    """When an engine is declared dead, how often it is restarted, and how long requests wait for it."""
     policy = HealthPolicy(**arguments)
-    probes, seconds = Probes(policy, 0.0), range(60)
-    due = [probes.due(now) for now in seconds]
-    probes.sent(0.0)
-    missed = [(probes.missed(now), probes.failed(now)) for now in seconds]
-    return due, missed, hangs(policy), lives(policy), attempts(policy), patience(policy)
+    return hangs(policy), lives(policy), attempts(policy), patience(policy)
 
 
 def hangs(policy: HealthPolicy) -> bool:

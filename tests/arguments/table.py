@@ -1,10 +1,15 @@
 """What a table of arguments is made of: changes that must be seen, and reasons why one cannot be."""
 
 import inspect
+import tempfile
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+import lightning as L
 
 
 @dataclass(frozen=True)
@@ -61,22 +66,51 @@ def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
     return found
 
 
-def ignored(
-    kind: type, rows: Rows, least: Mapping[str, Any], observe: Observe, names: list[str], first: Any = None
-) -> list[str]:
-    """Of some arguments of a class, those that make no difference, or an error where none was expected.
+def observed(folder: Path, arguments: Mapping[str, Any], run: Callable[[Path, dict[str, Any]], Any]) -> Any:
+    """What a function shows with arguments and a folder of its own, or the error.
+
+    ``@name`` stands for what is in ``folder`` or, if nothing is there, may be written into the other one.
+    """
+    with tempfile.TemporaryDirectory() as own:
+
+        def path(value: Any) -> Any:
+            if isinstance(value, partial):
+                return value.func(*map(path, value.args))
+            if isinstance(value, list | tuple):
+                return type(value)(map(path, value))
+            if not (isinstance(value, str) and value.startswith("@")):
+                return value
+            return str((folder if (folder / value[1:]).exists() else Path(own)) / value[1:])
+
+        try:
+            return run(Path(own), {name: path(value) for name, value in arguments.items()})
+        except (ValueError, TypeError, RuntimeError) as error:
+            return {"error": str(error).replace(own, "")}
+
+
+def quiet_trainer(folder: Path, **options: Any) -> L.Trainer:
+    """On one CPU, for one epoch; it writes nothing of its own."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    usual = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0}
+    return L.Trainer(**{**quiet, **usual, "default_root_dir": str(folder), **options})
+
+
+def check_none_is_ignored(
+    kind: type, rows: Rows, least: Mapping[str, Any], observe: Observe, *, names: Iterable[str] = (), first: Any = None
+) -> None:
+    """Fails if an argument of a class makes no difference, or an error where none was expected.
 
     Args:
         kind: The class.
         rows: Its table.
         least: Arguments that every run has.
         observe: Runs it.
-        names: The arguments.
+        names: The arguments, if not all.
         first: What ``observe`` has shown of the class with ``least``; ``None``: not observed yet.
     """
     seen: dict[str, Any] = {} if first is None else {_key(least, {}, False): first}
     found = []
-    for name in names:
+    for name in names or rows:
         row = rows[name]
         if isinstance(row, Unseen):
             continue
@@ -90,7 +124,15 @@ def ignored(
             found.append(f"{name}: {errors}")
         elif changed == seen[key]:
             found.append(name)
-    return found
+    assert not found, "\n".join(found)
+
+
+def seen_twice(kind: type, least: Mapping[str, Any], observe: Observe) -> Any:
+    """What ``observe`` shows of the class, which is the same each time, so that a difference is one."""
+    first, again = (observe(kind, least, {}, False) for _ in range(2))
+    assert first == again
+    assert not isinstance(first, dict) or "error" not in first
+    return first
 
 
 def _key(given: Mapping[str, Any], around: Mapping[str, Any], built: bool) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,8 +37,8 @@ from rlhfkit.callbacks.rollout.part import RolloutPart
 from rlhfkit.datamodules.prompts.curriculum import ByColumn
 from rlhfkit.rollout import GroupSampler
 
-from . import learning, test_engines
-from .table import Change, Rows, Unseen, arguments_of, ignored
+from . import learning, test_datamodules, test_engines, test_modules
+from .table import Change, Rows, Unseen, arguments_of, check_none_is_ignored, observed, quiet_trainer
 
 
 def longest(samples: Sequence[Sample]) -> list[float]:
@@ -124,29 +123,17 @@ SAMPLING: dict[str, Any] = {"group_size": 2, "max_new_tokens": 3, "stop_token_id
 
 def run(folder: Path, kind: type, arguments: Mapping[str, Any], around: Mapping[str, Any], built: bool) -> Any:
     """Two iterations in which an object of a class has a part: what is sampled, learned, logged, printed, written."""
-    with tempfile.TemporaryDirectory() as own, contextlib.redirect_stdout(io.StringIO()) as printed:
 
-        def path(value: Any) -> Any:
-            if isinstance(value, partial):
-                return value.func(*map(path, value.args))
-            if not (isinstance(value, str) and value.startswith("@")):
-                return value
-            return str((folder if (folder / value[1:]).exists() else Path(own)) / value[1:])
-
-        given = {name: path(value) for name, value in arguments.items()}
-        try:
-            parts = put_together(folder, kind, given, around)
-            watch, samples = learning.Watch(), Samples()
-            trainer = L.Trainer(
-                accelerator="cpu", devices=1, max_epochs=around.get("epochs", 2), logger=False, num_sanity_val_steps=0,
-                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=own,
-                callbacks=[*parts["callbacks"], watch, samples],
-            )  # fmt: skip
+    def fit(own: Path, given: dict[str, Any]) -> Any:
+        parts, watch, samples = put_together(folder, kind, given, around), learning.Watch(), Samples()
+        callbacks = [*parts["callbacks"], watch, samples]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            trainer = quiet_trainer(own, max_epochs=around.get("epochs", 2), callbacks=callbacks)
             trainer.fit(parts["module"], parts["data"])
-        except (ValueError, TypeError, RuntimeError) as error:
-            return {"error": str(error).replace(own, "")}
-        files = {str(file.relative_to(own)): content(file) for file in Path(own).rglob("*") if file.is_file()}
+        files = {str(file.relative_to(own)): content(file) for file in own.rglob("*") if file.is_file()}
         return {**watch.seen, "samples": samples.seen, "printed": printed.getvalue(), "files": files}
+
+    return observed(folder, arguments, fit)
 
 
 def content(file: Path) -> Any:
@@ -312,9 +299,17 @@ LEAST: dict[type, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", TABLE)
+ALL_TABLES = {
+    **TABLE,
+    **test_engines.TABLE,
+    **test_datamodules.TABLE,
+    **{kind: rows for kind, (_, rows) in test_modules.TABLE.items()},
+}
+
+
+@pytest.mark.parametrize("kind", ALL_TABLES)
 def test_every_argument_has_a_row(kind: type) -> None:
-    assert set(TABLE[kind]) == set(arguments_of(kind))
+    assert set(ALL_TABLES[kind]) == set(arguments_of(kind))
 
 
 def test_every_callback_and_engine_is_in_a_table() -> None:
@@ -327,9 +322,4 @@ def test_every_callback_and_engine_is_in_a_table() -> None:
 @pytest.mark.parametrize("kind", TABLE)
 @pytest.mark.long
 def test_no_argument_is_accepted_and_ignored(folder: Path, kind: type) -> None:
-    def observe(*arguments: Any) -> Any:
-        return run(folder, *arguments)
-
-    rows = TABLE[kind]
-    found = ignored(kind, rows, LEAST.get(kind, {}), observe, list(rows))
-    assert not found, "\n".join(found)
+    check_none_is_ignored(kind, TABLE[kind], LEAST.get(kind, {}), partial(run, folder))
