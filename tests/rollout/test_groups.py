@@ -121,6 +121,8 @@ def test_what_all_functions_wait_for_is_one_call_also_if_their_caller_is_interru
 
     async def three_times(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
         for _ in range(3):
+            for _ in range(prompt.index - 10):  # they are not ready at the same moment
+                await asyncio.sleep(0)
             group = await sampler.sample(prompt, size)
         return group
 
