@@ -115,13 +115,11 @@ class Numbers(L.LightningDataModule):
     def __init__(self, *, ours: bool) -> None:
         super().__init__()
         self.ours = ours
-        self.made: list[int] = []
 
     def collect(self) -> list[Numbered]:
         assert self.trainer is not None
         torch.rand(3)  # as sampling may
         epoch = self.trainer.current_epoch
-        self.made.append(epoch)
         return [Numbered(100 * epoch + n) for n in range(BATCHES)]
 
     def train_dataloader(self) -> Any:

@@ -44,7 +44,6 @@ def run_episodes(engine: Recorded) -> Iterator[Callable[..., list[Sample]]]:
     ) -> list[Sample]:
         runners.append(one := runner_of(engine, Episodes(environment, **options), engine.folder))  # type: ignore[attr-defined]
         engine.seen.clear()
-        engine.calls.clear()
         return one.generate(prompts or prompts_of(PROMPTS), sampling, iteration=2)
 
     yield run

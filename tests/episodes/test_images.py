@@ -2,7 +2,7 @@
 
 import asyncio
 import base64
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,6 @@ def test_a_model_of_text_refuses_images_of_an_environment(tmp_path: Path) -> Non
         runner.loop.close()
 
 
-@pytest.fixture
-def endpoint(world: World) -> Iterator[OpenAIEndpoint]:
-    folder, engine, _ = world
-    with OpenAIEndpoint(engine, load_tokenizer(str(folder)), max_context_tokens=400) as served:
-        yield served
-
-
 def asked(*seeds: int) -> dict[str, Any]:
     """A message as clients of OpenAI's API send it."""
     urls = [f"data:image/png;base64,{base64.b64encode(picture(seed).encoded()).decode()}" for seed in seeds]
@@ -111,11 +104,15 @@ def asked(*seeds: int) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "text", "text": "which? "}, *pictures]}
 
 
-def test_the_chat_api_takes_data_urls(world: World, endpoint: OpenAIEndpoint) -> None:
-    _, _, model = world
-    name, session = endpoint.open_session(Prompt(3, [5]), 0, SPEC, iteration=0, max_turns=9)
-    messages = [asked(0)]
-    with openai.OpenAI(base_url=endpoint.base_url(name), api_key=endpoint.api_key, max_retries=0) as client:
+def test_the_chat_api_takes_data_urls(world: World) -> None:
+    folder, engine, model = world
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(OpenAIEndpoint(engine, load_tokenizer(str(folder)), max_context_tokens=400))
+        name, session = endpoint.open_session(Prompt(3, [5]), 0, SPEC, iteration=0, max_turns=9)
+        client = stack.enter_context(
+            openai.OpenAI(base_url=endpoint.base_url(name), api_key=endpoint.api_key, max_retries=0)
+        )
+        messages = [asked(0)]
         for more in ((1, 2), (3,)):
             answer = client.chat.completions.create(model="policy", messages=messages)
             messages += [answer.choices[0].message.model_dump(), asked(*more)]

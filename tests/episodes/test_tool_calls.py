@@ -57,7 +57,7 @@ def test_every_format_says_the_same_call(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "calls"),
+    ("name", "text", "found"),
     [
         ("hermes", 'so <tool_call>\n{"name": "f"}\n</tool_call> and<tool_call>{"name": "g"}</tool_call>', ["f", "g"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', ["f"]),  # the end was a stop text
@@ -76,17 +76,6 @@ def test_every_format_says_the_same_call(name: str) -> None:
         ("pythonic", "[f(), g(a=[1, {'b': None}])]", ["f", "g"]),
         ("pythonic", "<|python_start|>[f(), g(a=-1)]<|python_end|>", ["f", "g"]),
         ("pythonic", "[1, 2]", []),
-    ],
-)
-def test_several_calls_and_newer_forms(name: str, text: str, calls: list[str]) -> None:
-    found = TOOL_CALL_PARSERS[name](said(text))
-    assert [call.name for call in found] == calls
-    assert not any(call.error for call in found)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "error"),
-    [
         ("hermes", "<tool_call>f(1)</tool_call>", "is not valid JSON"),
         ("hermes", "<tool_call>[1]</tool_call>", "a tool call is"),
         ("hermes", '<tool_call>{"name": 3}</tool_call>', "a tool call is"),
@@ -99,16 +88,20 @@ def test_several_calls_and_newer_forms(name: str, text: str, calls: list[str]) -
         ("deepseek", "<｜tool▁call▁begin｜>f()<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
         ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]<｜tool▁call▁end｜>", "must be a JSON object"),
         ("qwen_xml", "<tool_call>f()</tool_call>", "<function=NAME>"),
-        ("pythonic", "[f(a=", None),  # cut off: no list of calls
+        ("pythonic", "[f(a=", []),  # cut off: no list of calls
         ("pythonic", "[f(a=g())]", "must be a literal"),
         ("pythonic", "[f(1)]", "by name"),
         ("pythonic", "<|python_start|>[f(a=<|python_end|>", "not a list of Python calls"),
         ("pythonic", "[f(a=__import__('os').system('x'))]", "must be a literal"),
     ],
 )
-def test_calls_that_cannot_be_read_say_why(name: str, text: str, error: str | None) -> None:
-    errors = [call.error for call in TOOL_CALL_PARSERS[name](said(text))]
-    assert (errors == []) if error is None else (len(errors) == 1 and error in errors[0]), errors
+def test_several_calls_newer_forms_and_those_that_cannot_be_read(name: str, text: str, found: list[str] | str) -> None:
+    """The names of the calls, or what is wrong with the only one."""
+    calls = TOOL_CALL_PARSERS[name](said(text))
+    if isinstance(found, str):
+        assert [found in call.error for call in calls] == [True], calls
+    else:
+        assert [(call.name, call.error) for call in calls] == [(one, "") for one in found]
 
 
 TEMPLATES = {

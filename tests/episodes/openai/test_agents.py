@@ -5,7 +5,6 @@ import importlib.util
 import pickle
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,11 +26,6 @@ openai = LazyModule("openai")
 SAMPLING = SamplingSpec(group_size=2, max_new_tokens=5)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_model(tmp_path_factory.mktemp("agents"), context=256)
-
-
 async def talker(connection: AgentConnection, prompt: Prompt) -> float:
     """Two turns; the reward is how many characters were said."""
     messages: list[Any] = [{"role": "user", "content": prompt.text}]
@@ -45,7 +39,8 @@ async def talker(connection: AgentConnection, prompt: Prompt) -> float:
 
 
 @pytest.fixture(scope="module")
-def runner(model: Path) -> Iterator[GroupRunner]:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GroupRunner]:
+    model = chat_model(tmp_path_factory.mktemp("agents"), context=256)
     one = runner_of(Recorded(LocalEngine()), AgentEpisodes(talker, episode_timeout=120), model)
     yield one
     one.close()
