@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tiny_models import tiny_tokenizer
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY, HIDDEN, CONTEXT = 128, 64, 128
@@ -95,6 +95,12 @@ def randomize(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name in saved and name.endswith("e_score_correction_bias"):  # of routers, trained by other means
             buffer.copy_(0.2 * torch.randn_like(buffer))
+
+
+def alone(model: Any, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(T-1,) log-probs of a sequence's tokens but the first, and entropies before them, from a model's own logits."""
+    dense = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+    return dense.gather(-1, ids[1:, None])[:, 0], -(dense.exp() * dense).sum(-1)
 
 
 def family(

@@ -11,7 +11,7 @@ from tiny_models import local_engine
 from transformers import AutoModelForCausalLM
 
 from models.conftest import Folders
-from models.families import FAMILIES, Family
+from models.families import FAMILIES, Family, alone
 from models.test_forward import answered
 from rlhfkit import SamplingSpec
 from rlhfkit.data import Experience, Prompt
@@ -62,10 +62,7 @@ def plain_output(model: Any, batch: Experience) -> tuple[torch.Tensor, torch.Ten
     """Log-probs and entropies of the actions from full logits, one sequence at a time."""
     logprobs, entropies = [torch.zeros(batch.action_mask.shape) for _ in range(2)]
     for row, length in enumerate(batch.lengths.tolist()):
-        ids = batch.input_ids[row : row + 1, :length]
-        all_logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        logprobs[row, : length - 1] = all_logprobs.gather(-1, ids[0, 1:, None])[:, 0]
-        entropies[row, : length - 1] = -(all_logprobs.exp() * all_logprobs).sum(-1)
+        logprobs[row, : length - 1], entropies[row, : length - 1] = alone(model, batch.input_ids[row, :length])
     mask = batch.action_mask
     return logprobs.masked_fill(~mask, 0.0), entropies.masked_fill(~mask, 0.0)
 

@@ -9,7 +9,7 @@ import transformers as hf
 from torch import Tensor
 
 from models.conftest import Folders
-from models.families import COMMON
+from models.families import COMMON, alone
 from rlhfkit.data import TokenBatch
 from rlhfkit.data.batch import TokenExample, collate_tokens
 from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model, policy_output, reward_output, scalar_output
@@ -39,12 +39,8 @@ def texts() -> TokenBatch:
 
 def by_transformers(model: Any, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs of the trained tokens and entropies, from the model's own logits, one sequence at a time."""
-    logprobs, entropies = [], []
-    for ids, real in zip(batch.input_ids, batch.attention_mask, strict=True):
-        row = ids[real][None]
-        dense = (model(input_ids=row, use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
-        logprobs.append(dense.gather(-1, row[0, 1:, None])[:, 0])
-        entropies.append(-(dense.exp() * dense).sum(-1))
+    rows = zip(batch.input_ids, batch.attention_mask, strict=True)
+    logprobs, entropies = zip(*(alone(model, ids[real], temperature) for ids, real in rows), strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
