@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit.data import Prompt, Sample
+from rewards.samples import sampled, scored
+from rlhfkit.data import Sample
 from rlhfkit.losses import gdpo_advantages, group_advantages
 from rlhfkit.rewards import WeightedSum
-from rlhfkit.rewards.base import mean_metrics, reward_metrics, score_samples, tell_progress
+from rlhfkit.rewards.base import mean_metrics, reward_metrics, tell_progress
 
 VALUES = {
     "correct": [0.0, 1.0, 1.0, 0.0, 1.0, 0.0],
@@ -21,7 +22,7 @@ VALUES = {
 
 
 def samples(prompts: tuple[int, ...] = (4, 9, 4, 9, 4, 9)) -> list[Sample]:
-    return [Sample(Prompt(prompt, [1]), row, [3], [-0.1], [0], "stop") for row, prompt in enumerate(prompts)]
+    return [sampled(prompt=prompt, place=row) for row, prompt in enumerate(prompts)]
 
 
 def part(name: str) -> object:
@@ -32,36 +33,19 @@ def test_parts_normalised_by_group_then_scaled_by_the_batch_are_gdpo() -> None:
     weights = {"correct": 1.0, "length": -0.5, "flat": 2.0}
     batch = samples()
     reward = WeightedSum({name: (part(name), weights[name]) for name in VALUES}, normalize=group_advantages)
-    score_samples(reward, batch)
+    totals = torch.tensor(scored(reward, batch), dtype=torch.float64)
     group = torch.tensor([sample.prompt.index for sample in batch])
-    totals = torch.tensor([sample.reward for sample in batch], dtype=torch.float64)
     columns = torch.tensor([VALUES[name] for name in VALUES], dtype=torch.float64).T
     expected = gdpo_advantages(columns, group, weights=list(weights.values()))
     torch.testing.assert_close(group_advantages(totals, group, scale="batch"), expected)
     assert [sample.reward_parts["length"] for sample in batch] == VALUES["length"]  # logged as they were
 
 
-def test_a_large_part_does_not_drown_a_small_one_when_normalised() -> None:
-    """By hand: in a group of three, (900, 410, 700) and (0, 1, 1) with mean 0 and deviation 1, added."""
-    batch = samples()[0:6:2]
-    score_samples(WeightedSum(length=part("length"), correct=part("correct"), normalize=group_advantages), batch)
-    expected = []
-    for row in range(3):
-        total = 0.0
-        for values in ((900.0, 410.0, 700.0), (0.0, 1.0, 1.0)):
-            mean = sum(values) / 3
-            total += (values[row] - mean) / (math.sqrt(sum((value - mean) ** 2 for value in values) / 2) + 1e-4)
-        expected.append(total)
-    assert [sample.reward for sample in batch] == pytest.approx(expected, abs=1e-9)
-
-
 def test_a_missing_value_stays_missing_and_a_lone_sample_keeps_its_value() -> None:
-    batch = samples((1, 1, 1, 2))
-    score_samples(WeightedSum(only=lambda _: [1.0, None, 3.0, 7.0], normalize=group_advantages), batch)
-    assert batch[1].reward is None
-    assert batch[3].reward == 7.0
-    assert batch[0].reward == pytest.approx(-1 / (math.sqrt(2) + 1e-4))
-    assert batch[0].reward == -batch[2].reward
+    """A group of 1 and 3 has mean 2 and deviation √2."""
+    reward = WeightedSum(only=lambda _: [1.0, None, 3.0, 7.0], normalize=group_advantages)
+    side = 1 / (math.sqrt(2) + 1e-4)
+    assert scored(reward, samples((1, 1, 1, 2))) == [pytest.approx(-side), None, pytest.approx(side), 7.0]
 
 
 def test_what_normalises_is_checked() -> None:
@@ -71,7 +55,7 @@ def test_what_normalises_is_checked() -> None:
         with pytest.raises(TypeError, match=r"needed is a function \(values, group\)"):
             WeightedSum(a=part("flat"), normalize=swapped)
     with pytest.raises(ValueError, match=r"returned shape \(\) for the 6 values of 'a'"):
-        score_samples(WeightedSum(a=part("flat"), normalize=lambda values, group: values.sum()), samples())
+        scored(WeightedSum(a=part("flat"), normalize=lambda values, group: values.sum()), samples())
 
 
 def test_ranks_that_scored_nothing_do_not_count_in_a_mean() -> None:
@@ -103,10 +87,8 @@ def test_the_example_of_weights_that_change_over_training() -> None:
     names: dict[str, Any] = {"WeightedSum": WeightedSum}
     exec(example[: example.index("RolloutCallback(")], names)
     reward = names["Fading"](correct=lambda samples: [0.25], format=lambda samples: [1.0])
-    totals = []
+    totals: list[float | None] = []
     for step in (0, 50, 200):
         tell_progress(reward, step=step, epoch=0)
-        made = samples((0,))
-        score_samples(reward, made)
-        totals.append(made[0].reward)
+        totals += scored(reward, samples((0,)))
     assert totals == [1.25, 0.75, 0.25]

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from rewards.samples import sampled, scored
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rewards import EnvironmentReward, LastTurnReward, WeightedSum, exact_match
-from rlhfkit.rewards.base import reward_metrics, score_samples
+from rlhfkit.rewards.base import reward_metrics
 
 
 def episode(reward: float | None, last: str = "4", finish: Any = "stop", failed: bool = False) -> Sample:
@@ -22,46 +23,36 @@ def episode(reward: float | None, last: str = "4", finish: Any = "stop", failed:
 
 def test_the_environments_rewards_are_the_reward() -> None:
     samples = [episode(0.75), episode(None, finish="abort", failed=True), episode(-1.0, finish="length")]
-    score_samples(EnvironmentReward(), samples)
-    assert [sample.reward for sample in samples] == [0.75, None, -1.0]
+    assert scored(EnvironmentReward(), samples) == [0.75, None, -1.0]
     assert samples[0].token_rewards.tolist() == [0.25, 0.0, 0.5]
-    score_samples(EnvironmentReward(truncated="mask"), samples)
-    assert [sample.reward for sample in samples] == [0.75, None, None]
+    assert scored(EnvironmentReward(truncated="mask"), samples) == [0.75, None, None]
 
 
 def test_what_the_environment_said_is_no_answer_of_the_policy() -> None:
     samples = [episode(0.0, last="4"), episode(0.0, last="5"), episode(None, last="4", failed=True)]
-    score_samples(LastTurnReward(exact_match), samples)
-    assert [sample.reward for sample in samples] == [1.0, 0.0, None]
+    assert scored(LastTurnReward(exact_match), samples) == [1.0, 0.0, None]
     assert samples[0].reward_parts == {"exact_match": 1.0}
     assert samples[0].text == "144"
 
 
-def test_parts_of_a_reward_inside_are_kept() -> None:
-    def length(samples: Sequence[Sample]) -> list[float]:
-        return [float(len(sample.text)) for sample in samples]
-
-    samples = [episode(0.5, last="44")]
-    score_samples(
-        WeightedSum(episode=EnvironmentReward(), rest=LastTurnReward(WeightedSum(length=(length, 2.0)))), samples
-    )
-    assert samples[0].reward == 0.5 + 2.0 * 2
-    assert samples[0].reward_parts == {"length": 2.0, "episode": 0.5, "rest": 4.0}
-
-
-def test_numbers_of_a_reward_inside_are_logged() -> None:
-    class Judge:
+def test_parts_and_metrics_of_a_reward_inside_are_kept() -> None:
+    class Length:
         def __call__(self, samples: Sequence[Sample]) -> list[float]:
-            return [0.0] * len(samples)
+            return [float(len(sample.text)) for sample in samples]
 
         def metrics(self) -> dict[str, float]:
-            return {"judge/failed_fraction": 0.5}
+            return {"length/failed_fraction": 0.5}
 
-    assert reward_metrics(WeightedSum(judge=LastTurnReward(Judge()))) == {"judge/failed_fraction": 0.5}
+    samples = [episode(0.5, last="44")]
+    inside = LastTurnReward(WeightedSum(length=(Length(), 2.0)))
+    reward = WeightedSum(episode=EnvironmentReward(), rest=inside)
+    assert scored(reward, samples) == [0.5 + 2.0 * 2]
+    assert samples[0].reward_parts == {"length": 2.0, "episode": 0.5, "rest": 4.0}
+    assert reward_metrics(reward) == {"length/failed_fraction": 0.5}
 
 
 def test_what_is_wrong_is_named() -> None:
     with pytest.raises(TypeError, match="reward must be callable"):
         LastTurnReward(3.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give RolloutCallback"):
-        EnvironmentReward()([Sample(Prompt(0, [1]), 0, [], [], [], "stop")])
+        EnvironmentReward()([sampled()])

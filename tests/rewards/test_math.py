@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhfkit.data import Prompt, Sample
+from rewards.samples import sampled
 from rlhfkit.rewards import MathMatch, math_match
 from rlhfkit.rewards import math as module
 from rlhfkit.rewards.sandbox import SandboxPool, WorkerSpec
-
-
-def sample(answer: object, text: str) -> Sample:
-    return Sample(Prompt(3, [1], answer=answer), 0, [2], [0.0], [0], "stop", text=text)
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +35,16 @@ def reward() -> Iterator[MathMatch]:
     ],
 )
 def test_equal_values_match_however_written(reward: MathMatch, answer: object, text: str, score: float) -> None:
-    assert reward([sample(answer, text)]) == [score]
+    assert reward([sampled(text, answer)]) == [score]
 
 
 def test_expression_that_never_ends_counts_as_wrong_and_the_next_is_judged(reward: MathMatch) -> None:
     reward.sandbox.timeout = 2.0
     try:
-        assert reward([sample("42", r"$9^{9^{9^{9}}}$")]) == [0.0]
+        assert reward([sampled(r"$9^{9^{9^{9}}}$", "42")]) == [0.0]
     finally:
         reward.sandbox.timeout = 60.0
-    assert reward([sample("42", "42")]) == [1.0]
+    assert reward([sampled("42", "42")]) == [1.0]
 
 
 def test_a_judge_that_has_been_taken_over_gives_no_reward(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,19 +53,19 @@ def test_a_judge_that_has_been_taken_over_gives_no_reward(caplog: pytest.LogCapt
     made.sandbox = SandboxPool(
         WorkerSpec(name="t", program=program, factory="of_no_judge", packages=False), workers=1, timeout=20
     )
-    assert made([sample("42", "42")]) == [0.0]
+    assert made([sampled("42", "42")]) == [0.0]
     assert "judging it failed: answered 7.0" in caplog.text
     made.close()
 
 
 def test_reference_that_cannot_be_understood_is_not_scored(reward: MathMatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert reward([sample("", "3"), sample("3", "3")]) == [None, 1.0]
+    assert reward([sampled("3", ""), sampled("3", "3")]) == [None, 1.0]
     assert "cannot understand these reference answers" in caplog.text
 
 
 def test_shared_function_and_missing_answer() -> None:
     with pytest.raises(ValueError, match="math_match compares with the prompt's answer, but prompt 3 has none"):
-        math_match([sample(None, "42")])
+        math_match([sampled("42", None, prompt=3)])
     assert module._shared().sandbox.processes[0].pid is None  # nothing was started for it
 
 

@@ -1,5 +1,6 @@
 """ModelReward against Transformers' classifier, ProcessModelReward against its token classifier; where steps end."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,17 +11,12 @@ import torch
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from rlhfkit.data import Prompt, Sample
+from rewards.samples import scored, tokenized
+from rlhfkit.data import Sample
 from rlhfkit.models import load_scalar_model
 from rlhfkit.rewards import ModelReward, ProcessModelReward
-from rlhfkit.rewards.base import score_samples
 
 TEXTS = ("2", "11", "", "abcdefg")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def samples(texts: Sequence[str] = TEXTS) -> list[Sample]:
-    """Answers to one question, each with its end-of-sequence token."""
-    tokenizer = tiny_tokenizer()
-    prompt = Prompt(0, tokenizer("1+1=")["input_ids"], "1+1=")
-    found = []
-    for index, text in enumerate(texts):
-        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-        found.append(Sample(prompt, index, ids, [0.0] * len(ids), [0] * len(ids), "stop", text=text))
-    return found
-
-
 def by_transformers(folder: Path, rows: Sequence[list[int]]) -> list[float]:
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder / "reward").eval()
     with torch.no_grad():
@@ -53,12 +38,12 @@ def by_transformers(folder: Path, rows: Sequence[list[int]]) -> list[float]:
 
 @pytest.mark.parametrize("tokens", [16384, 12, 1])
 def test_scores_are_the_classifiers_on_the_sampled_tokens(folder: Path, tokens: int) -> None:
-    given = samples()
+    given = tokenized(*TEXTS)
     raw = by_transformers(folder, [sample.all_token_ids.tolist() for sample in given])
     reward = ModelReward(str(folder / "reward"), normalized=False, max_tokens_per_forward=tokens, device="cpu")
     assert reward(given) == pytest.approx(raw, abs=1e-5)
-    score_samples(ModelReward(str(folder / "reward"), device="cpu"), given)
-    assert [sample.reward for sample in given] == pytest.approx([(value - 0.5) / 4 for value in raw], abs=1e-5)
+    normalized = scored(ModelReward(str(folder / "reward"), device="cpu"), given)
+    assert normalized == pytest.approx([(value - 0.5) / 4 for value in raw], abs=1e-5)
     assert [*given[0].reward_parts] == ["reward_model"]
     assert reward([]) == []
 
@@ -67,7 +52,7 @@ def test_a_function_writes_what_another_model_reads(folder: Path) -> None:
     reward = ModelReward(
         str(folder / "reward"), normalized=False, device="cpu", text=lambda s: f"Q {s.prompt.text} A {s.text}"
     )
-    given = samples()
+    given = tokenized(*TEXTS)
     for sample in given:
         sample.token_ids = [127] * len(sample.token_ids)  # nothing of this is read
     rows = [tiny_tokenizer()(f"Q 1+1= A {text}")["input_ids"] for text in TEXTS]
@@ -76,26 +61,29 @@ def test_a_function_writes_what_another_model_reads(folder: Path) -> None:
 
 def test_another_tokenizer_is_found_out(folder: Path) -> None:
     reward = ModelReward(str(folder / "reward"), device="cpu")
-    given = samples()
+    given = tokenized(*TEXTS)
     given[1].text = "eleven"
     with pytest.raises(ValueError, match="another tokenizer than the policy: it reads '11' where 'eleven' was sampled"):
         reward(given)
-    given = samples()
+    given = tokenized(*TEXTS)
     given[2].token_ids = [*given[2].token_ids.tolist()[:-1], 40_000]
     with pytest.raises(ValueError, match="another tokenizer than the policy"):
         reward(given)
-    prompt = Prompt(3, [], "1+1=")
-    with pytest.raises(ValueError, match="a sample of prompt 3 has no token ids: tell ModelReward how to write it"):
-        reward([Sample(prompt, 0, [], [], [], "stop", text="")])
+    given[2].token_ids, given[2].logprobs, given[2].versions = [], [], []
+    given[2].prompt.token_ids = []
+    with pytest.raises(ValueError, match="a sample of prompt 0 has no token ids: tell ModelReward how to write it"):
+        reward(given[2:3])
 
 
-def test_only_trained_reward_models_are_taken(folder: Path) -> None:
+def test_mistakes_are_named(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"LlamaForCausalLM; needed is a ...ForSequenceClassification with 1 labels"):
-        ModelReward(str(folder / "policy"))(samples())
+        ModelReward(str(folder / "policy"))(tokenized(*TEXTS))
     with pytest.raises(
         ValueError, match="dtype must be the name of a torch type such as 'bfloat16', got 'half precision'"
     ):
         ModelReward("unused", dtype="half precision")
+    with pytest.raises(ValueError, match="separator must have at least one character"):
+        ProcessModelReward("unused", separator="")
 
 
 # ---------------------------------------------------------------------- of processes
@@ -114,13 +102,11 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def stepped() -> list[Sample]:
     """Answers to one question that has a line break itself; the second was cut before its end-of-sequence token."""
-    tokenizer = tiny_tokenizer()
-    prompt = Prompt(0, tokenizer("1\n+1=")["input_ids"], "1\n+1=")
-    found = []
-    for index, text in enumerate(STEPPED):
-        ids = [*tokenizer(text)["input_ids"], *([] if index == 1 else [tokenizer.eos_token_id])]
-        found.append(Sample(prompt, index, ids, [0.0] * len(ids), [0] * len(ids), "stop", text=text))
-    return found
+    given = tokenized(*STEPPED, question="1\n+1=")
+    given[1] = dataclasses.replace(
+        given[1], **{name: getattr(given[1], name)[:-1] for name in ("token_ids", "logprobs", "versions")}
+    )
+    return given
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -153,8 +139,3 @@ def test_a_separator_of_several_tokens_or_within_one_ends_a_step(judge: str) -> 
     assert reward._step_ends([0, 2, 3, 0]) == [1, 2]
     assert reward._step_ends([4, 1, 5, 2]) == [1, 3]
     assert reward._step_ends([0, 4, 0]) == []
-
-
-def test_mistakes_are_named(judge: str) -> None:
-    with pytest.raises(ValueError, match="separator must have at least one character"):
-        ProcessModelReward(judge, separator="")

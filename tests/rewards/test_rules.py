@@ -2,11 +2,10 @@
 
 import math
 import re
-from collections.abc import Sequence
 
 import pytest
 
-from rlhfkit.data import Prompt, Sample
+from rewards.samples import sampled
 from rlhfkit.rewards import (
     CosineLength,
     ExactMatch,
@@ -16,10 +15,8 @@ from rlhfkit.rewards import (
     ReasoningFormat,
     RepetitionPenalty,
     TagCount,
-    WeightedSum,
     exact_match,
 )
-from rlhfkit.rewards.base import tell_progress
 
 THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL)  # TRL's think_format_reward
 TEXTS = [
@@ -35,55 +32,43 @@ TEXTS = [
 ]
 
 
-def sample(
-    text: str = "5", answer: object = "5", tokens: Sequence[int] = (2,), action_mask: list[bool] | None = None
-) -> Sample:
-    count = len(tokens)
-    return Sample(
-        Prompt(3, [1], answer=answer), 0, list(tokens), [0.0] * count, [0] * count, "stop", action_mask, text=text
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "answer", "score"),
-    [("5", "5", 1.0), (" 5\n", "5", 1.0), ("5", 5, 1.0), ("55", "5", 0.0), ("", "5", 0.0), ("It is 5", "5", 0.0)],
-)
-def test_exact_match_compares_stripped_text(text: str, answer: object, score: float) -> None:
-    assert exact_match([sample(text, answer)]) == [score]
-
-
 @pytest.mark.parametrize(
     ("options", "text", "answer", "score"),
     [
-        ({"ignore_case": True}, "STRASSE", "straße", 1.0),
+        ({}, " 5\n", "5", 1.0),
+        ({}, "5", 5, 1.0),
+        ({}, "It is 5", "5", 0.0),
         ({}, "Paris", "paris", 0.0),
+        ({"ignore_case": True}, "STRASSE", "straße", 1.0),
         ({"ignore_punctuation": True}, "Paris.", "Paris", 1.0),
         ({"pattern": r"#### (\S+)"}, "2 #### 4 no: #### 5", "5", 1.0),
         ({"pattern": r"#### (\S+)"}, "5", "5", 0.0),
         ({"pattern": r"\d+"}, "3 + 2 = 5.", "5", 1.0),
     ],
 )
-def test_exact_match_normalises_as_told(options: dict[str, object], text: str, answer: str, score: float) -> None:
-    assert ExactMatch(**options)([sample(text, answer)]) == [score]
+def test_exact_match_compares_stripped_text_normalised_as_told(
+    options: dict[str, object], text: str, answer: object, score: float
+) -> None:
+    assert ExactMatch(**options)([sampled(text, answer)]) == [score]
 
 
-def test_an_answer_that_no_completion_can_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a text or a number, but the answer of prompt 3 is \{'ground_truth': '5'\}"):
-        exact_match([sample("5", {"ground_truth": "5"})])
-
-
-def test_missing_answer_names_prompt_and_cure() -> None:
-    with pytest.raises(
-        ValueError, match=r"prompt 3 has none: name the column that holds it, PromptDataModule\(answer="
-    ):
-        exact_match([sample("5", None)])
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"ground_truth": "5"}, r"a text or a number, but the answer of prompt 3 is \{'ground_truth': '5'\}"),
+        (None, r"prompt 3 has none: name the column that holds it, PromptDataModule\(answer="),
+    ],
+)
+def test_an_answer_that_no_completion_can_be_is_refused(answer: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        exact_match([sampled("5", answer, prompt=3)])
 
 
 def test_format_reward() -> None:
     pattern = r"<think>.*?</think>\s*<answer>.*?</answer>"
     good = "<think>a\nb</think>\n<answer>5</answer>\n"
-    assert FormatReward(pattern)([sample(good), sample("so " + good), sample("")]) == [1.0, 0.0, 0.0]
-    assert FormatReward(pattern, whole=False)([sample("so " + good), sample("<answer>5</answer>")]) == [1.0, 0.0]
+    assert FormatReward(pattern)([sampled(good), sampled("so " + good), sampled("")]) == [1.0, 0.0, 0.0]
+    assert FormatReward(pattern, whole=False)([sampled("so " + good), sampled("<answer>5</answer>")]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("reward", [FormatReward, lambda pattern: ExactMatch(pattern=pattern)])
@@ -92,20 +77,16 @@ def test_broken_pattern_is_rejected_when_written(reward: object) -> None:
         reward("(")
 
 
-def test_length_penalty_is_dapos_equation_13() -> None:
+def test_length_penalty_is_dapos_equation_13_of_the_policys_tokens() -> None:
     """Soft zone of 4 in front of 10: free up to 6, -1/4 per token behind, -1 from 10 on."""
-    lengths = [0, 5, 6, 7, 8, 9, 10, 11, 100]
-    scores = LengthPenalty(max_length=10, soft_zone=4)([sample("", tokens=range(length)) for length in lengths])
+    reward = LengthPenalty(max_length=10, soft_zone=4)
+    scores = reward([sampled(tokens=range(length)) for length in (0, 5, 6, 7, 8, 9, 10, 11, 100)])
     assert scores == [0.0, 0.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.0, -1.0]
-
-
-def test_length_penalty_counts_the_policys_tokens_only() -> None:
-    tool_use = sample("", tokens=range(10), action_mask=[True] * 7 + [False] * 3)
-    assert LengthPenalty(10, 4)([tool_use]) == [-0.25]
+    assert reward([sampled(tokens=range(10), action_mask=[True] * 7 + [False] * 3)]) == [-0.25]
 
 
 def test_the_format_is_trls_with_an_answer_and_each_tag_once() -> None:
-    scores = ReasoningFormat()([sample(text) for text in TEXTS])
+    scores = ReasoningFormat()([sampled(text) for text in TEXTS])
     assert scores == [1, 1, 0, 0, 0, 0, 0, 0, 0]
     theirs = [float(THINK.match(text) is not None) for text in TEXTS]
     assert [text for text, ours, other in zip(TEXTS, scores, theirs, strict=True) if ours != other] == [
@@ -126,20 +107,20 @@ def test_the_format_is_trls_with_an_answer_and_each_tag_once() -> None:
     ],
 )
 def test_the_answer_may_have_tags_of_its_own(text: str, score: float) -> None:
-    assert ReasoningFormat(answer=("<answer>", "</answer>"))([sample(text)]) == [score]
+    assert ReasoningFormat(answer=("<answer>", "</answer>"))([sampled(text)]) == [score]
 
 
 def test_a_template_may_have_opened_the_reasoning() -> None:
     reward = ReasoningFormat(opened=True)
-    assert reward([sample("a</think>b"), sample("<think>a</think>b"), sample("a")]) == [1.0, 0.0, 0.0]
+    assert reward([sampled("a</think>b"), sampled("<think>a</think>b"), sampled("a")]) == [1.0, 0.0, 0.0]
 
 
 def test_tags_are_counted_as_open_r1_counts_them() -> None:
     whole = "<think>\na\n</think>\n\n<answer>\nb\n</answer>"
-    assert TagCount()([sample(whole), sample(whole + "\n</answer>"), sample("<think>\n"), sample("")]) == [
+    assert TagCount()([sampled(whole), sampled(whole + "\n</answer>"), sampled("<think>\n"), sampled("")]) == [
         1.0, 0.75, 0.25, 0.0
     ]  # fmt: skip
-    assert TagCount(["<a>", "</a>"])([sample("<a>x</a>"), sample("<a><a></a>")]) == [1.0, 0.5]
+    assert TagCount(["<a>", "</a>"])([sampled("<a>x</a>"), sampled("<a><a></a>")]) == [1.0, 0.5]
 
 
 def test_tags_that_cannot_be_are_refused() -> None:
@@ -152,7 +133,7 @@ def test_tags_that_cannot_be_are_refused() -> None:
 def test_cosine_runs_between_the_papers_values() -> None:
     """Table of hyperparameters in arXiv:2502.03373: +2 to +1 if right, -10 to 0 if wrong, -10 at the limit."""
     reward = CosineLength(exact_match, max_length=8)
-    right, wrong = ([sample(text, tokens=range(n)) for n in (0, 4, 8, 9)] for text in ("5", "6"))
+    right, wrong = ([sampled(text, "5", tokens=range(n)) for n in (0, 4, 8, 9)] for text in ("5", "6"))
     assert reward(right) == pytest.approx([2.0, 1.5, -10.0, -10.0])
     assert reward(wrong) == pytest.approx([-10.0, -5.0, -10.0, -10.0])
 
@@ -163,14 +144,14 @@ def test_cosine_gives_open_r1s_numbers() -> None:
     reward = CosineLength(exact_match, 1000, **values, at_limit=None)
     for length in (1, 250, 999, 1000):
         cosine = math.cos(length / 1000 * math.pi)
-        assert reward([sample("5", tokens=range(length))])[0] == pytest.approx(0.5 + 0.5 * (1.0 - 0.5) * (1.0 + cosine))
-        assert reward([sample("6", tokens=range(length))])[0] == pytest.approx(
-            -0.5 + 0.5 * (-1.0 + 0.5) * (1.0 + cosine)
-        )
+        right, wrong = reward([sampled(text, "5", tokens=range(length)) for text in ("5", "6")])
+        assert right == pytest.approx(0.5 + 0.5 * (1.0 - 0.5) * (1.0 + cosine))
+        assert wrong == pytest.approx(-0.5 + 0.5 * (-1.0 + 0.5) * (1.0 + cosine))
 
 
 def test_a_sample_without_a_grade_has_no_reward_and_values_are_checked() -> None:
-    assert CosineLength(lambda samples: [None], 8)([sample()]) == [None]
+    assert CosineLength(lambda samples: [None], 8)([sampled()]) == [None]
+    assert CosineLength(lambda samples: [0.5], 8, success_threshold=0.5)([sampled(tokens=())]) == [2.0]
     with pytest.raises(TypeError, match="got int"):
         CosineLength(3, 8)
 
@@ -186,41 +167,20 @@ def test_a_sample_without_a_grade_has_no_reward_and_values_are_checked() -> None
     ],
 )
 def test_repetition_is_the_share_of_repeated_ngrams(tokens: list[int], penalty: float) -> None:
-    assert RepetitionPenalty()([sample(tokens=tokens)]) == [pytest.approx(penalty)]
-    assert RepetitionPenalty(penalty=3.0)([sample(tokens=tokens)]) == [pytest.approx(3 * penalty)]
-    words = sample(" ".join("Ab"[token % 2] * token for token in tokens))
+    assert RepetitionPenalty()([sampled(tokens=tokens)]) == [pytest.approx(penalty)]
+    assert RepetitionPenalty(penalty=3.0)([sampled(tokens=tokens)]) == [pytest.approx(3 * penalty)]
+    words = sampled(" ".join("Ab"[token % 2] * token for token in tokens))
     assert RepetitionPenalty(words=True)([words]) == [pytest.approx(penalty)]
 
 
 def test_what_an_environment_wrote_is_no_repetition_of_the_policys() -> None:
     """Two turns, (1, 2, 3) and (1, 2, 3, 4), around 30 equal tokens of a tool: of 3 n-grams 1 is repeated."""
     tokens = [1, 2, 3, *[7] * 30, 1, 2, 3, 4]
-    episode = sample("a b c " + "x " * 30 + "a a a a", tokens=tokens)
+    episode = sampled("a b c " + "x " * 30 + "a a a a", tokens=tokens)
     episode.action_mask = [True] * 3 + [False] * 30 + [True] * 4
     assert RepetitionPenalty()([episode]) == [pytest.approx(-1 / 3)]
     assert RepetitionPenalty(ngram=5)([episode]) == [0.0]  # no turn is as long
-    with pytest.raises(ValueError, match=r"environment wrote into the text of prompt 3: count tokens \(words"):
+    with pytest.raises(ValueError, match=r"environment wrote into the text of prompt 0: count tokens \(words"):
         RepetitionPenalty(words=True)([episode])
     episode.info["last_text"] = "a a a a"
     assert LastTurnReward(RepetitionPenalty(words=True))([episode]) == [pytest.approx(-1 / 2)]
-
-
-class Growing:
-    """A weight that grows with the steps of training."""
-
-    step, epoch = 0, 0
-
-    def set_progress(self, *, step: int, epoch: int) -> None:
-        self.step, self.epoch = step, epoch
-
-    def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        return [self.step / 10 + self.epoch for _ in samples]
-
-
-def test_a_reward_inside_others_is_told_how_far_training_is() -> None:
-    inner = Growing()
-    reward = WeightedSum(length=LastTurnReward(CosineLength(inner, 8, success_threshold=5.0)), other=exact_match)
-    tell_progress(reward, step=20, epoch=3)
-    assert (inner.step, inner.epoch) == (20, 3)
-    assert CosineLength(inner, 8, success_threshold=5.0)([sample(tokens=())]) == [2.0]
-    tell_progress(exact_match, step=1, epoch=1)  # which does not want to know

@@ -1,7 +1,6 @@
 """Rewards that worker processes import."""
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,8 +31,6 @@ def obedient(samples: Sequence[Sample]) -> list[float | None]:
     """Does what the texts say."""
     for sample in samples:
         word, _, rest = sample.text.partition(" ")
-        if word == "hang":
-            time.sleep(300)
         if word == "die":
             os._exit(3)
         if word == "once" and not Path(rest).exists():
