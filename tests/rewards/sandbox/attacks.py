@@ -7,6 +7,7 @@ port. It prints the active isolation layers, and which attacks of the program in
 import json
 import os
 import socket
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -29,6 +30,15 @@ def parents():
 
 def read_data():
     return SECRET in open(target["data"], "rb").read()
+
+def other_views():
+    # Of file systems: whether calls that make one, or open a file without its path, are there at all.
+    reached = []
+    for name in ("unshare", "mount", "chroot", "open_by_handle_at"):
+        ctypes.set_errno(0)
+        getattr(libc, name)(*[-1] * 5)
+        reached.append(ctypes.get_errno() != 38)
+    return any(reached)
 
 def read_memory():
     for process in parents():
@@ -66,10 +76,11 @@ def take_descriptors():
     return False
 
 def trace():
-    if libc.ptrace(16, target["trainer"], 0, 0) == 0:
-        os.waitpid(target["trainer"], 0x40000000)
-        libc.ptrace(17, target["trainer"], 0, 0)
-        return True
+    for process in parents():
+        if libc.ptrace(16, process, 0, 0) == 0:
+            os.waitpid(process, 0x40000000)
+            libc.ptrace(17, process, 0, 0)
+            return True
     return False
 
 def signal():
@@ -160,7 +171,10 @@ time.sleep(1)
 
 
 def main() -> None:
-    """Arguments: the repository, the folder of the data, whether to use bubblewrap, the secret backwards, a marker."""
+    """Arguments: the repository, the folder of the data, whether to use bubblewrap, the secret backwards, a marker.
+
+    With "nothing" in place of bubblewrap the attacks run outside of any sandbox, and what came of them is printed.
+    """
     repository, folder, bubblewrap, backwards, marker = sys.argv[1:]
     for name in ("rlhfkit", "rlhfkit.rewards"):  # as packages without what they import, which takes seconds
         module = sys.modules[name] = types.ModuleType(name)
@@ -183,6 +197,10 @@ def main() -> None:
             "trainer": os.getpid(), "data": f"{folder}/data.jsonl", "port": server.getsockname()[1], "address": address,
             "marker": marker, "secret": backwards,
         }  # fmt: skip
+        if bubblewrap == "nothing":
+            command = [sys.executable, "-S", "-c", ATTACKS]
+            print(subprocess.run(command, input=json.dumps(target), stdout=subprocess.PIPE, text=True).stdout)
+            return
         job = {"do": "run", "input": json.dumps(target), "seconds": 120.0}
         options = {"workers": 1, "timeout": 240.0, "limits": limits, "fresh_process": True}
         one = SandboxPool(work, allow_partial_isolation=True, **options)

@@ -1,10 +1,14 @@
 """Rewards that do what each sample's text says, most of it bad. Imported by sandboxes, so it imports little."""
 
 import asyncio
+import ctypes
 import os
 import socket
+import struct
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +33,6 @@ def burn() -> None:
         pass
 
 
-def eat_memory() -> None:
-    eaten = []
-    while True:
-        eaten.append(bytearray(16 << 20))
-
-
 def eat_memory_together() -> None:
     """Each of ten processes stays below the limit."""
     for _ in range(10):
@@ -46,10 +44,12 @@ def eat_memory_together() -> None:
 
 
 def fork_bomb() -> None:
+    """A file says that no more processes can be made."""
     while True:
         try:
             os.fork()
         except OSError:
+            Path("seen").touch()
             time.sleep(0.01)
 
 
@@ -60,7 +60,7 @@ def hide_from_killers() -> None:
         if os.fork() != 0:
             os._exit(0)
         os.closerange(3, 64)
-        Path("hidden").touch()
+        Path("seen").touch()
     hang()
 
 
@@ -107,10 +107,62 @@ def nest_folders() -> None:
         os.chdir("d")
 
 
-ACTS = {
+# What follows is about the channel of answers.
+
+raw_fork = ctypes.CDLL(None).fork
+"""A fork that Python does not know of, so that none of its hooks run."""
+
+
+def write_everywhere(message: bytes) -> None:
+    for descriptor in range(3, 256):
+        try:
+            os.set_blocking(descriptor, False)
+            os.write(descriptor, message)
+        except OSError:
+            continue
+
+
+def forge() -> None:
+    """Write a well-formed answer into whatever is open."""
+    answer = b'{"status": "ok", "value": {"values": [1000.0], "parts": [{}], "metrics": {}}}'
+    write_everywhere(struct.pack(">16sQ", b"", len(answer)) + answer)
+
+
+def later(act: Callable[[], None]) -> None:
+    threading.Timer(0.01, act).start()
+
+
+class ChildReturns(Exception):
+    """Raised in a child to leave the reward as an ordinary call would."""
+
+
+def in_child(fork: Callable[[], int], act: Callable[[], Any]) -> None:
+    if fork() == 0:
+        act()
+        raise ChildReturns
+
+
+def take_over() -> None:
+    """Change what later calls in this interpreter give."""
+    globals()["float"] = lambda text: 1000.0
+
+
+ATTACKS_ON_THE_CHANNEL: dict[str, Callable[[], Any]] = {
+    "fork and return": lambda: in_child(os.fork, bool),
+    "fork and answer": lambda: in_child(os.fork, forge),
+    "raw fork and return": lambda: in_child(raw_fork, bool),
+    "raw fork and answer": lambda: in_child(raw_fork, forge),
+    "a byte too many": lambda: write_everywhere(b"\0"),
+    "an answer before": forge,
+    "an answer after": lambda: later(forge),
+    "close low ones": lambda: os.closerange(3, 100),
+    "close all": lambda: os.closerange(0, 256),
+    "close all later": lambda: later(lambda: os.closerange(0, 256)),
+    "exit later": lambda: later(lambda: os._exit(3)),
+}
+ACTS: dict[str, Callable[[], Any]] = {
     "hang": hang,
     "burn": burn,
-    "eat memory": eat_memory,
     "eat memory together": eat_memory_together,
     "fork bomb": fork_bomb,
     "kill supervisor": kill_supervisor,
@@ -122,17 +174,25 @@ ACTS = {
     "die": lambda: os._exit(7),
     "leave": lambda: sys.exit(0),
     "raise": lambda: (_ for _ in ()).throw(CannotBePickled("no answer in this text", time)),
+    "take over": take_over,
+    **ATTACKS_ON_THE_CHANNEL,
 }
-RETURNS = {"nan": float("nan"), "infinite": float("inf"), "text": "high", "none": None}
+RETURNS = {"nan": float("nan"), "text": "high", "none": None}
 
 
 def reward(samples: list[Any]) -> list[Any]:
-    """The number that the text is, or what else it says."""
+    """The number that each text ends with, or what else it says, after what its beginning, up to ``|``, says."""
     values = []
     for sample in samples:
-        if sample.text in ACTS:
-            ACTS[sample.text]()
-        values.append(RETURNS[sample.text] if sample.text in RETURNS else float(sample.text))
+        act, _, rest = sample.text.partition("|")
+        number = rest if act in ACTS else act
+        try:
+            if act in ACTS:
+                ACTS[act]()
+        except ChildReturns:
+            values.append(1000.0)  # in a child: must never arrive
+        else:
+            values.append(RETURNS[number] if number in RETURNS else float(number))
     return values if "twice" not in [sample.prompt.answer for sample in samples] else values * 2
 
 

@@ -1,6 +1,5 @@
 """Each call gets its own answer or none, whatever it or other calls do."""
 
-import random
 import resource
 import struct
 from collections.abc import Iterator
@@ -8,52 +7,34 @@ from pathlib import Path
 
 import pytest
 
-from rewards.sandbox.hostile_rewards import ACTS
-from rlhfkit.data import Prompt, Sample
+from rewards.samples import sampled
+from rewards.sandbox.misbehaving import ATTACKS_ON_THE_CHANNEL
 from rlhfkit.rewards import SandboxedReward
 from rlhfkit.rewards.sandbox import ResourceLimits, SandboxPool, WorkerSpec
 from rlhfkit.rewards.sandbox.channel import ProtocolError, Response
 
 CASES = Path(__file__).with_name("misbehaving.py")
 NUMBER = bytes(range(1, 17))
-LATE = ("exit later", "close all later")
-"""What ends the worker while it may be busy with another call, which then gets nothing."""
-
-
-def sample(act: str, value: int) -> Sample:
-    return Sample(Prompt(value, [1]), 0, [3], [-0.1], [0], "stop", text=f"{act}|{value}")
 
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[SandboxedReward]:
-    made = SandboxedReward("rewards.sandbox.hostile_rewards.reward", timeout=60.0, workers=2)
+    made = SandboxedReward("rewards.sandbox.misbehaving.reward", timeout=60.0, workers=2)
     yield made
     made.close()
 
 
-def test_each_of_many_hostile_calls_gets_its_own_answer_or_none(reward: SandboxedReward) -> None:
-    chosen = random.Random(0)
-    acts = [act for pair in zip(chosen.choices(sorted(ACTS), k=40), ["nothing"] * 40, strict=True) for act in pair]
-    given = reward([sample(act, value) for value, act in enumerate(acts)])
-    assert [got for value, got in enumerate(given) if got not in (value, None)] == []
-    unhurt = sum(got is not None for act, got in zip(acts, given, strict=True) if act == "nothing")
-    assert unhurt >= 40 - sum(acts.count(act) for act in LATE)
-
-
 def test_a_fresh_process_for_each_call_has_nothing_of_the_calls_before() -> None:
-    name, batch = (
-        "rewards.sandbox.hostile_rewards.reward_that_can_be_taken_over",
-        [sample("take over", 0), sample("nothing", 1)],
-    )
+    name, batch = "rewards.sandbox.misbehaving.reward", [sampled("take over|0"), sampled("1")]
     kept, fresh = SandboxedReward(name, workers=1), SandboxedReward(name, workers=1, fresh_process=True)
-    assert kept(batch) == [0.0, 1000.0]  # as docs/security.md says of code that a reward runs in its own interpreter
-    assert fresh(batch) == [0.0, 1.0]
+    assert kept(batch) == [1000.0, 1000.0]  # as docs/security.md says of code that a reward runs in its own interpreter
+    assert fresh(batch) == [1000.0, 1.0]
     kept.close()
 
 
-@pytest.mark.parametrize("act", sorted(set(ACTS) - {"nothing"}))
+@pytest.mark.parametrize("act", ATTACKS_ON_THE_CHANNEL)
 def test_what_comes_after_each_hostile_call_is_right_or_none(reward: SandboxedReward, act: str) -> None:
-    given = reward([sample(act, 5), *(sample("nothing", value) for value in range(6, 10))])
+    given = reward([sampled(f"{act}|5"), *(sampled(str(value)) for value in range(6, 10))])
     assert all(got in (value, None) for value, got in enumerate(given, 5))
     assert given.count(None) <= 3  # its own, and one for what it and the act before have left in each worker
 

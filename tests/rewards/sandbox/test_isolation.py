@@ -4,17 +4,17 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rewards.sandbox.attacks import ATTACKS
 from rlhfkit.rewards.sandbox import confinement, isolation
 
 REPOSITORY = Path(__file__).parents[3]
@@ -47,7 +47,7 @@ SITUATIONS = {
 NOT_RUN = "macOS"
 
 ROWS = {
-    "files that the trainer reads": ["read_data"],
+    "files that the trainer reads": ["read_data", "other_views"],
     "the trainer's memory": ["read_memory", "read_memory_by_call", "trace"],
     "its environment": ["read_environment"],
     "its open files and sockets": ["open_descriptors", "take_descriptors"],
@@ -74,19 +74,13 @@ def processes_of(word: str) -> list[int]:
     return found
 
 
-@cache
-def attacked(situation: str) -> dict[str, object]:
-    """What came of all attacks; skips where the situation cannot be produced."""
-    bubblewrap, before = SITUATIONS[situation]
-    if os.geteuid() != 0:
-        pytest.skip("situations are produced by root")
-    if bubblewrap == "yes" and not isolation.bubblewrap_works():
-        pytest.skip("bubblewrap is not installed, or not allowed here")
+def found_by_trainer(bubblewrap: str, before: list[str], marker: str) -> dict[str, Any]:
+    """What a trainer that is attacked prints; the command ``before`` makes its situation."""
     python = "/usr/bin/python3" if USER[0] in before and USER[1] in before else sys.executable
     probe = [*before, python, "-c", "import sys; assert sys.version_info >= (3, 11)"]
     if subprocess.run(probe, capture_output=True).returncode != 0:
         pytest.skip("needs setpriv, and for another user than root Python 3.11 as /usr/bin/python3")
-    secret, marker = secrets.token_hex(8), f"marker-{secrets.token_hex(8)}"
+    secret = secrets.token_hex(8)
     folder = Path("/var/tmp") / f"rlhfkit-test-{marker}"
     folder.mkdir()
     folder.chmod(0o777)
@@ -98,15 +92,24 @@ def attacked(situation: str) -> dict[str, object]:
             command, capture_output=True, text=True, timeout=600, env=dict(os.environ, SECRET_COPY=secret)
         )
         assert ran.stdout, ran.stderr
-        found = json.loads(ran.stdout)
-        assert found["text"], ran.stderr
-        blocked = documented()["a daemon that outlives the call"][situation] == "blocked"
-        found |= json.loads(found.pop("text")) | {"daemon": outlives(marker, patience=60 if blocked else 0)}
-        return found
+        return json.loads(ran.stdout) | {"errors": ran.stderr}
     finally:
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+        shutil.rmtree(folder)
+
+
+@cache
+def attacked(situation: str) -> dict[str, Any]:
+    """What came of all attacks; skips where the situation cannot be produced."""
+    bubblewrap, before = SITUATIONS[situation]
+    if os.geteuid() != 0:
+        pytest.skip("situations are produced by root")
+    if bubblewrap == "yes" and not isolation.bubblewrap_works():
+        pytest.skip("bubblewrap is not installed, or not allowed here")
+    marker = f"marker-{secrets.token_hex(8)}"
+    found = found_by_trainer(bubblewrap, before, marker)
+    assert found["text"], found["errors"]
+    blocked = documented()["a daemon that outlives the call"][situation] == "blocked"
+    return found | json.loads(found["text"]) | {"daemon": outlives(marker, patience=60 if blocked else 0)}
 
 
 def outlives(marker: str, patience: float) -> bool:
@@ -140,25 +143,9 @@ def test_what_holds_is_what_the_table_says(situation: str) -> None:
 
 
 @LINUX
-def test_without_a_sandbox_the_attacks_reach_what_they_try_to_reach(tmp_path: Path) -> None:
+def test_without_a_sandbox_the_attacks_reach_what_they_try_to_reach() -> None:
     """So what is held elsewhere is held by an isolation layer."""
-    secret = secrets.token_hex(8)
-    (tmp_path / "data.jsonl").write_text(secret)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        trainer = subprocess.Popen(
-            [sys.executable, "-S", "-c", "import socket, sys; s = socket.socket(); print(id(s), flush=True); input()"],
-            env={"SECRET": secret}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        assert trainer.stdout is not None
-        target = {
-            "trainer": trainer.pid, "data": str(tmp_path / "data.jsonl"), "port": server.getsockname()[1],
-            "address": int(trainer.stdout.readline()), "secret": secret[::-1],
-        }  # fmt: skip
-        command = [sys.executable, "-S", "-c", ATTACKS]
-        ran = subprocess.run(command, input=json.dumps(target), capture_output=True, text=True, timeout=300)
-        trainer.kill()
-        trainer.communicate()
-    found = json.loads(ran.stdout)
+    found = found_by_trainer("nothing", [], "without-a-sandbox")
     assert [attack for attacks in ROWS.values() for attack in attacks if attack != "daemon" and not found[attack]] == []
 
 

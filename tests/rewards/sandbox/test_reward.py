@@ -13,9 +13,10 @@ import pytest
 from rl_runs import setup_run
 
 from rewards import worker_rewards
+from rewards.samples import sampled, scored
 from rewards.sandbox import misbehaving
 from rlhfkit import RolloutCallback, SamplingSpec
-from rlhfkit.data import Prompt, Sample
+from rlhfkit.data import Sample
 from rlhfkit.rewards import LastTurnReward, SandboxedReward, WeightedSum, exact_match
 from rlhfkit.rewards.base import RewardError, answer_reader, reward_metrics, score_samples, tell_progress
 from rlhfkit.rewards.sandbox import CallResult
@@ -25,10 +26,7 @@ NAME = "rewards.sandbox.misbehaving.reward"
 
 
 def samples(*texts: str, answer: object = None) -> list[Sample]:
-    return [
-        Sample(Prompt(index + 10, [1], answer=answer), 0, [3], [-0.1], [0], "stop", text=text)
-        for index, text in enumerate(texts)
-    ]
+    return [sampled(text, answer, prompt=index + 10) for index, text in enumerate(texts)]
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +56,7 @@ def test_a_reward_of_the_library_that_calls_others_has_its_parts_and_answers_the
     assert batch[1].reward_parts["last"] == 1.0
     assert answer_reader(there)(batch[2]) == answer_reader(inner)(batch[2]) == "44"
     lost = samples("raise it", answer="4")
-    score_samples(there, lost)
-    assert lost[0].reward is None
+    assert scored(there, lost) == [None]
     assert all(math.isnan(value) for value in lost[0].reward_parts.values())
     there.close()
 
@@ -78,18 +75,17 @@ def test_every_failure_masks_its_sample_and_is_reported(
     reward: SandboxedReward, caplog: pytest.LogCaptureFixture
 ) -> None:
     reward.metrics()
-    batch = samples("1", "hang", "nan", "die", "raise", "infinite", "text", "2")
-    score_samples(WeightedSum(odd=reward), batch)
-    assert [sample.reward for sample in batch] == [1.0, *[None] * 6, 2.0]
+    batch = samples("1", "hang", "nan", "die", "raise", "leave", "text", "2")
+    assert scored(WeightedSum(odd=reward), batch) == [1.0, *[None] * 6, 2.0]
     assert math.isnan(batch[1].reward_parts["odd"])
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith(
-        "6 of 8 samples are not trained on: reward 'reward' failed for samples of prompts 11, 12, "
-    )
+    assert message.startswith("6 of 8 samples are not trained on: reward 'reward' failed for samples of prompts 11, 12")
     assert "prompts 11, 12, 13, 14, 15, 16\n" in message
     assert "prompt 11, sample 0: timeout: did not answer within 4 s and was killed" in message
     assert "prompt 12, sample 0: error: returned [nan] for 1 samples" in message
     assert "prompt 13, sample 0: died: the process ended with exit code 7" in message
+    assert "CannotBePickled: no answer in this text" in message
+    assert "SystemExit: 0" in message
     metrics = reward_metrics(WeightedSum(odd=reward))
     assert metrics["reward/timeout_fraction"] == 1 / 8
     assert metrics["reward/failed_fraction"] == 6 / 8
