@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlhfkit.data import Prompt, Sample
+from rewards.samples import sampled, scored
+from rlhfkit.data import Sample
 from rlhfkit.rewards import CodeExecution
-from rlhfkit.rewards.base import RewardError, score_samples
+from rlhfkit.rewards.base import RewardError
 from rlhfkit.rewards.programs.evaluation import ProgramEvaluation, SandboxError
 from rlhfkit.rewards.programs.parsing import ProgramTests, last_code_block, parse_tests, same_output
 from rlhfkit.rewards.sandbox import CallResult
@@ -24,35 +25,48 @@ SUM = "print(sum(map(int, input().split())))"
 
 def sample(program: str | None, tests: object, **columns: object) -> Sample:
     text = "I do not know." if program is None else f"So:\n```python\n{program}\n```\nThat is it."
-    return Sample(Prompt(4, [1], metadata={"tests": tests, **columns}), 0, [2], [0.0], [0], "stop", text=text)
+    return sampled(text, prompt=4, tests=tests, **columns)
 
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[CodeExecution]:
-    made = CodeExecution(timeout=60.0, workers=2)
+    made = CodeExecution(setup="before", timeout=60.0, workers=2)
     yield made
     made.close()
 
 
-def test_the_fraction_of_tests_that_pass(reward: CodeExecution) -> None:
-    batch = [
-        sample(ADD, ADDITIONS),
-        sample(SUM, SUMS),
-        sample("def add(a, b): return a - b", ADDITIONS[:2]),
-        sample("def add(a b)", ADDITIONS),
-        sample("raise ValueError", SUMS),
-        sample(None, SUMS),
-        sample(ADD + "if __name__ == '__main__': input()", json.dumps(ADDITIONS[:2])),
-        sample(
-            "import sys, numpy, __main__\nif __name__ == '__main__' and len(sys.argv) == 1:\n    " + SUM + "\nexit()",
-            SUMS,
-        ),
-    ]
-    score_samples(reward, batch)
-    assert [one.reward for one in batch] == [2 / 3, 2 / 3, 0.0, 0.0, 0.0, 0.0, 1.0, 2 / 3]
+RIGHT = {"function": "add", "arguments": [1, 2], "expected": 3}
+LISTED = {"function": "add", "arguments": [[1], [2]], "expected": [1, 2]}
+EXAMINED = [
+    (ADD, ADDITIONS, 2 / 3),
+    (SUM, SUMS, 2 / 3),
+    ("def add(a, b): return a - b", ADDITIONS[:2], 0.0),
+    ("def add(a b)", ADDITIONS, 0.0),
+    ("raise ValueError", SUMS, 0.0),
+    (f"{SUM}\nraise SystemExit(1)", SUMS, 0.0),
+    (f"{SUM}\nfor _ in range(3000): print('x' * 1000)", SUMS, 0.0),  # more than may be printed
+    (None, SUMS, 0.0),
+    (ADD + "if __name__ == '__main__': input()", json.dumps(ADDITIONS[:2]), 1.0),
+    (f"import sys, numpy, __main__\nif __name__ == '__main__' and len(sys.argv) == 1:\n    {SUM}\nexit()", SUMS, 2 / 3),
+    # Calls that are given as data.
+    (ADD, [RIGHT, LISTED, {**LISTED, "arguments": [(1,), (2,)]}], 2 / 3),
+    (ADD, json.dumps([RIGHT, LISTED]), 1.0),
+    # Answers of other kinds.
+    ("def f(n):\n    yield from range(n)", ["assert list(f(3)) == [0, 1, 2]"], 1.0),
+    ("def f(n): return 10 ** n", ["assert f(5000) == 10 ** 5000"], 1.0),
+    ("def f(n): return [f(n - 1)] if n > 1 else []", [f"assert f(150) == {'[' * 150}{']' * 150}"], 1.0),
+    ("from __future__ import annotations\ndef f(n: Any): return tuple(range(n))", ["assert f(2) == (0, 1)"], 1.0),
+]
+"""Programs, their tests, and how many of them pass."""
+
+
+def test_the_fraction_of_tests_that_pass(reward: CodeExecution, caplog: pytest.LogCaptureFixture) -> None:
+    batch = [sample(program, tests, before="import math") for program, tests, _ in EXAMINED]
+    assert scored(reward, batch) == [passed for _, _, passed in EXAMINED]
     metrics = reward.metrics()
     assert metrics["code_execution/failed_fraction"] == 0.0
     assert 0.0 < metrics["code_execution/seconds_p50"] < 60
+    assert caplog.text == ""
 
 
 def test_all_or_nothing_of_the_first_tests_with_setup() -> None:
@@ -79,32 +93,6 @@ def test_assertions_that_are_more_than_calls_run_with_the_program_and_are_warned
     assert "a program can make them pass without being right" in warning
 
 
-def test_calls_are_given_as_data(reward: CodeExecution) -> None:
-    right = {"function": "add", "arguments": [1, 2], "expected": 3}
-    listed = {"function": "add", "arguments": [[1], [2]], "expected": [1, 2]}
-    wrong = {"function": "add", "arguments": [(1,), (2,)], "expected": [1, 2]}
-    assert reward([sample(ADD, [right, listed, wrong]), sample(ADD, json.dumps([right, listed]))]) == [2 / 3, 1.0]
-
-
-ORDINARY = {
-    "def f(n):\n    yield from range(n)": "assert list(f(3)) == [0, 1, 2]",
-    "def f(n): return 10 ** n": "assert f(5000) == 10 ** 5000",
-    "def f(n): return [f(n - 1)] if n > 1 else []": f"assert f(150) == {'[' * 150}{']' * 150}",
-    "from __future__ import annotations\ndef f(n: Any): return tuple(range(n))": "assert f(2) == (0, 1)",
-}
-"""Right programs and the test of each, which is a plain comparison."""
-
-
-def test_ordinary_programs_that_are_right_pass(reward: CodeExecution, caplog: pytest.LogCaptureFixture) -> None:
-    reward.setup = "before"
-    batch = [sample(program, [test], before="import math") for program, test in ORDINARY.items()]
-    try:
-        assert dict(zip(ORDINARY, reward(batch), strict=True)) == dict.fromkeys(ORDINARY, 1.0)
-    finally:
-        reward.setup = None
-    assert caplog.text == ""
-
-
 def test_an_answer_that_cannot_be_compared_is_named_once(
     reward: CodeExecution, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,11 +101,6 @@ def test_an_answer_that_cannot_be_compared_is_named_once(
     assert reward([sample(program, tests)] * 2) == [1 / 3] * 2
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "a program of prompt 4 answered with 'Line', 'Point', which is no plain data and equals nothing" in warning
-
-
-def test_a_right_answer_and_a_bad_end_is_no_pass(reward: CodeExecution) -> None:
-    printed_too_much = f"{SUM}\nfor _ in range(3000): print('x' * 1000)"
-    assert reward([sample(SUM + "\nraise SystemExit(1)", SUMS), sample(printed_too_much, SUMS)]) == [0.0, 0.0]
 
 
 @pytest.mark.long
@@ -179,9 +162,7 @@ def test_a_program_that_ends_its_sandbox_follows_the_policy(caplog: pytest.LogCa
     assert "the program of prompt 4, sample 0 could not be run" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "value", [None, 1, {}, {"text": 1, "timeout": False}, {"text": "a"}, {"text": "", "timeout": 0}]
-)
+@pytest.mark.parametrize("value", [None, {"text": 1, "timeout": False}, {"text": "", "timeout": 0}])
 def test_what_no_worker_of_ours_answers_is_an_error(value: object) -> None:
     def answer(job: object, timeout: float) -> CallResult:
         return CallResult("ok", value)
@@ -192,8 +173,8 @@ def test_what_no_worker_of_ours_answers_is_an_error(value: object) -> None:
 
 
 def test_rows_without_tests_are_named(reward: CodeExecution) -> None:
-    with pytest.raises(ValueError, match="from column 'tests', which prompt 4 does not have; it has answer, source"):
-        reward([Sample(Prompt(4, [1], metadata={"source": 1, "answer": 2}), 0, [2], [0.0], [0], "stop")])
+    with pytest.raises(ValueError, match="from column 'tests', which prompt 4 does not have; it has reference, source"):
+        reward([sampled(prompt=4, source=1, reference=2)])
     with pytest.raises(ValueError, match="column 'tests' of prompt 4: tests must be a list of assert statements"):
         reward([sample(SUM, 5)])
 

@@ -21,15 +21,15 @@ from rewards.programs.reward_hacks import (
     SEARCHES,
     SECRETS,
 )
-from rlhfkit.data import Prompt, Sample
+from rewards.samples import sampled
+from rlhfkit.data import Sample
 from rlhfkit.rewards import CodeExecution
 
 CALLED = {**CHANGED_INTERPRETER, **SEARCHES, **FORGERIES}
 
 
 def sample(program: str, tests: object) -> Sample:
-    text = f"```python\n{program}\n```"
-    return Sample(Prompt(4, [1], metadata={"tests": tests}), 0, [2], [0.0], [0], "stop", text=text)
+    return sampled(f"```python\n{program}\n```", prompt=4, tests=tests)
 
 
 @pytest.fixture(scope="module")
