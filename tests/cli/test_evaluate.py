@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from rlhfkit import LocalEngine, Sample, SamplingSpec
+from cli.test_generate import Seen
+from rlhfkit import Sample, SamplingSpec
 from rlhfkit.cli.evaluate import evaluate
 from rlhfkit.cli.jsonl import read_lines
 from rlhfkit.cli.main import main
@@ -28,16 +29,10 @@ def test_a_model_is_sampled_graded_and_measured(tmp_path: Path, capsys: pytest.C
     model = str(tiny_model(tmp_path / "model"))
     options: dict[str, Any] = {"grader": two_tokens, "prompt": "question", "source": "level", "progress": False}
     sampling = SamplingSpec(group_size=4, max_new_tokens=2, stop_token_ids=tuple(range(64)))
-    started: list[torch.dtype] = []
-
-    class Seen(LocalEngine):
-        def start(self, model: str, *, dtype: torch.dtype, **more: Any) -> None:
-            started.append(dtype)
-            super().start(model, dtype=dtype, **more)
-
     options |= {"precision": "bf16-true"}
-    folder = evaluate(ROWS, tmp_path / "run", model=model, sampling=sampling, engine=Seen(), **options)
-    assert started == [torch.bfloat16]
+    engine = Seen()
+    folder = evaluate(ROWS, tmp_path / "run", model=model, sampling=sampling, engine=engine, **options)
+    assert engine.dtype == torch.bfloat16
     graded = read_lines(folder / "graded.jsonl")
     assert [line["index"] for line in graded] == [i for i in range(6) for _ in range(4)]
     assert all(line["reward"] == float(len(line["completion_ids"]) > 1) for line in graded)

@@ -67,7 +67,7 @@ def test_a_checkpoint_becomes_a_folder_with_model_and_tokenizer(folder: Path, tm
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("1+2=")["input_ids"] == [20, 14, 21, 32]
 
 
-def test_adapters_are_merged_or_written_alone(folder: Path, adapted: SFTModule, tmp_path: Path) -> None:
+def test_adapters_are_merged_in_any_type_or_written_alone(folder: Path, adapted: SFTModule, tmp_path: Path) -> None:
     import peft
 
     expected = logits(adapted.policy)
@@ -81,23 +81,18 @@ def test_adapters_are_merged_or_written_alone(folder: Path, adapted: SFTModule, 
     first, second = (load_file(place / "model.safetensors") for place in (merged, tmp_path / "later"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+    in_half = export(folder / "lora.ckpt", tmp_path / "half", dtype="bfloat16")
+    assert json.loads((in_half / "config.json").read_text())["dtype"] == "bfloat16"
+    for half in (in_half, merge_adapter(str(alone), tmp_path / "later_half", dtype="bfloat16")):
+        found = load_file(half / "model.safetensors")
+        # summed in float32, rounded once
+        assert all(torch.equal(found[name], first[name].bfloat16()) for name in first)
     sampling, data = SamplingSpec(group_size=2, max_new_tokens=6), [{"prompt": "1+2="}, {"prompt": "5="}]
     texts = []
     for number, model in enumerate((alone, merged)):
         lines = generate(str(model), data, tmp_path / f"{number}.jsonl", sampling=sampling, progress=False)
         texts.append([json.loads(line)["completion"] for line in lines.read_text().splitlines()])
     assert texts[0] == texts[1]
-
-
-def test_the_type_is_written_into_weights_and_configuration(folder: Path, adapted: SFTModule, tmp_path: Path) -> None:
-    out = export(folder / "lora.ckpt", tmp_path / "out", dtype="bfloat16")
-    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
-    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-    alone = export(folder / "lora.ckpt", tmp_path / "alone", adapter=True)
-    half = merge_adapter(str(alone), tmp_path / "half", dtype="bfloat16")
-    exact = load_file(export(folder / "lora.ckpt", tmp_path / "exact") / "model.safetensors")
-    for name, tensor in load_file(half / "model.safetensors").items():
-        assert torch.equal(tensor, exact[name].bfloat16())  # summed in float32, rounded once
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["full", "lora"])

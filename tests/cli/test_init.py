@@ -1,8 +1,6 @@
 """``rlhfkit init``, configurations of the package by name, and the list of ``rlhfkit parts``."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,13 +51,6 @@ def test_names_stand_for_files() -> None:
     file = str(FOLDER / "dpo.yaml")
     words = ["fit", "--config", "rlhfkit://dpo", "--config=rlhfkit://dpo.yaml", "--model.model", "x"]
     assert with_files(words) == ["fit", "--config", file, f"--config={file}", "--model.model", "x"]
-
-
-def test_the_package_is_the_command() -> None:
-    command = [sys.executable, "-m", "rlhfkit", "init"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "grpo" in done.stdout
 
 
 def test_every_part_is_listed_once_with_its_first_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
+from rewards.samples import tokenized
 from tiny_models import tiny_model, tiny_tokenizer
-from transformers import AutoModelForSequenceClassification
 
 from rlhfkit import Sample
 from rlhfkit.cli.jsonl import read_lines
 from rlhfkit.cli.main import main
 from rlhfkit.cli.score import score
 from rlhfkit.models.heads import load_scalar_model
-from rlhfkit.rewards import FormatReward, WeightedSum, exact_match
+from rlhfkit.rewards import FormatReward, ModelReward, WeightedSum, exact_match
 
 LINES = [
     {
@@ -97,21 +96,15 @@ def test_the_command_line_takes_functions_and_classes(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_reads_the_sampled_tokens(tmp_path: Path) -> None:
-    load_scalar_model(str(tiny_model(tmp_path / "policy")), head_std=1.0).save_pretrained(tmp_path / "reward")
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "reward")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
-    lines = [
-        {"prompt": "1+1=", "completion": text, "prompt_ids": tokenizer("1+1=")["input_ids"], "completion_ids": ids}
-        for text in ("2", "11")
-        for ids in [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-    ]
-    output = score(lines, tmp_path / "out.jsonl", reward_model=str(tmp_path / "reward"), progress=False)
-    for line in read_lines(output):
-        ids = torch.tensor([line["prompt_ids"] + line["completion_ids"]])
-        with torch.no_grad():
-            expected = float(model(input_ids=ids).logits)
-        assert line["reward"] == pytest.approx(expected, abs=1e-5)
+    folder = str(tmp_path / "reward")
+    load_scalar_model(str(tiny_model(tmp_path / "policy")), head_std=1.0).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    given = tokenized("2", "11")
+    prompt = {"prompt": "1+1=", "prompt_ids": given[0].prompt.token_ids.tolist()}
+    lines = [prompt | {"completion": one.text, "completion_ids": one.token_ids.tolist()} for one in given]
+    output = score(lines, tmp_path / "out.jsonl", reward_model=folder, progress=False)
+    expected = ModelReward(folder, device="cpu")(given)
+    assert [line["reward"] for line in read_lines(output)] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
