@@ -85,6 +85,7 @@ def test_every_failure_masks_its_sample_and_is_reported(
     assert "prompt 12, sample 0: error: returned [nan] for 1 samples" in message
     assert "prompt 13, sample 0: died: the process ended with exit code 7" in message
     assert "CannotBePickled: no answer in this text" in message
+    assert "prompt 15, sample 0: error: Traceback" in message  # and no death
     assert "SystemExit: 0" in message
     metrics = reward_metrics(WeightedSum(odd=reward))
     assert metrics["reward/timeout_fraction"] == 1 / 8
