@@ -49,6 +49,16 @@ async def spread(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sampl
     return group
 
 
+def own_limit(prompt: Prompt) -> dict[str, Any]:
+    return {"stop": "57"[prompt.index % 2], "max_new_tokens": 40 + prompt.index % 3}
+
+
+async def own_limits(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+    """Samples with the length and the stop of their prompt."""
+    sampler.sampling = dataclasses.replace(sampler.sampling, **own_limit(prompt))
+    return await sampler.sample(prompt, size)
+
+
 async def nucleus(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
     sampler.sampling = dataclasses.replace(sampler.sampling, top_p=0.5)
     return await sampler.sample(prompt, size)
@@ -80,6 +90,17 @@ def test_a_group_function_may_not_sample_what_the_trainer_takes_for_the_policy(
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
     with pytest.raises(ValueError, match=error):
         trainer.fit(module, data)
+
+
+def test_a_prompt_may_have_a_length_and_a_stop_of_its_own(tmp_path: Path) -> None:
+    rollouts = RolloutCallback(digits, group=own_limits, sampling=SamplingSpec(group_size=4, max_new_tokens=64))
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
+    trainer.fit(module, data)
+    assert {sample.finish_reason for sample in rollouts.samples} == {"stop", "length"}
+    for sample in rollouts.samples:
+        limit = own_limit(sample.prompt)
+        assert limit["stop"] not in sample.text[:-1]
+        assert sample.num_tokens == limit["max_new_tokens"] or sample.finish_reason == "stop"
 
 
 # ---------------------------------------------------------------------- rewards that a part makes
