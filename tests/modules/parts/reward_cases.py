@@ -5,6 +5,7 @@ import functools
 import math
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from rlhfkit.modules.parts.reward_model import RewardModel
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.parts import Part
 
+from .cases import ENDS, UNSCALED, attached, case
+
 REWARDS = [1.0, -2.0, 0.5, 3.0, 0.0, math.nan]
 CUT_OFF = [True, True, False, False, True, False]
 
@@ -26,13 +29,14 @@ CUT_OFF = [True, True, False, False, True, False]
 def shaped(part: Part, rewards: list[float] = REWARDS) -> list[float]:
     """Rewards after a part, which belongs to a module that is not loaded."""
     if part.module is None:
-        GRPOModule("no/model", parts=[part])
+        attached(part)
     rows = dataclasses.replace(experience(), rewards=torch.tensor(rewards), truncated=torch.tensor(CUT_OFF))
     found = part.prepare(rows).rewards.tolist()
     assert [math.isnan(value) for value in found] == [math.isnan(value) for value in rewards]  # missing ones stay so
     return found
 
 
+@case(partial(StopProperly, 0.25), module=UNSCALED, sampling=ENDS)
 def stop_properly_formula(folder: Path) -> None:
     """In [0, 1] a factor of what is positive, below 0 the reward itself."""
     assert shaped(StopProperly(0.25))[:5] == [0.25, -2.0, 0.5, 3.0, 0.0]
@@ -40,11 +44,13 @@ def stop_properly_formula(folder: Path) -> None:
     assert shaped(StopProperly(-1.5))[:5] == [-1.5, -1.5, 0.5, 3.0, -1.5]
 
 
+@case(partial(MissingEndPenalty, 0.5), module=UNSCALED, sampling=ENDS)
 def missing_end_formula(folder: Path) -> None:
     """A difference."""
     assert shaped(MissingEndPenalty(0.75))[:5] == [0.25, -2.75, 0.5, 3.0, -0.75]
 
 
+@case(NormalizeRewards, module=UNSCALED)
 def normalize_formula(folder: Path) -> None:
     """Mean and deviation of all that was seen; what tokens earned is scaled only."""
     part = NormalizeRewards()
@@ -61,11 +67,13 @@ def normalize_formula(folder: Path) -> None:
     torch.testing.assert_close(scaled, earned / std)
 
 
+@case(partial(ClipRewards, 0.1), module=UNSCALED)
 def clip_formula(folder: Path) -> None:
     """Limits on both sides."""
     assert shaped(ClipRewards(0.75))[:5] == [0.75, -0.75, 0.5, 0.75, 0.0]
 
 
+@case(MaskTruncated, sampling=ENDS)
 def mask_formula(folder: Path) -> None:
     """No token of an answer that was cut off; all others' stay."""
     rows = dataclasses.replace(experience(), truncated=torch.tensor(CUT_OFF))
@@ -87,10 +95,14 @@ def reward_folder() -> str:
     return reward_model(Path(tempfile.mkdtemp()))
 
 
+def reward_models() -> RewardModel:
+    return RewardModel({"one": reward_folder(), "two": reward_folder()}, {"two": -0.5})
+
+
+@case(reward_models, "RewardModel", module=UNSCALED, metrics=("rollout/reward_model/one", "rollout/reward_model/two"))
 def reward_model_formula(folder: Path) -> None:
     """The output at the last token of each sample, one sequence at a time, shifted and scaled as the model says."""
-    part = RewardModel({"one": reward_folder(), "two": reward_folder()}, {"two": -0.5})
-    _, _, rollouts = fit_run(folder, module_arguments={"parts": [part]}, max_epochs=1)
+    _, _, rollouts = fit_run(folder, module_arguments={"parts": [reward_models()]}, max_epochs=1)
     plain = AutoModelForSequenceClassification.from_pretrained(reward_folder())
     scores = []
     for sample in rollouts.samples:
