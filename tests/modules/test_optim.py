@@ -4,78 +4,147 @@ Covers optim.py and strategies/deepspeed/param_groups.py.
 """
 
 import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from rl_runs import RANK, RANKS, SaveAt
 from strategies import ranks
 from tiny_models import tiny_model
 
-from rlhfkit import Optimization, RLHFDeepSpeedStrategy, SFTModule
+from modules.data_runs import Steps, trainer
+from rlhfkit import Optimization, RLHFDeepSpeedStrategy, SFTDataModule, SFTModule
 
 pytestmark = pytest.mark.distributed
 EIGHT_BITS = importlib.util.find_spec("bitsandbytes") is not None
-CASES: list[list[Any]] = [
-    *(["sgd", strategy, {}] for strategy in ("rlhf_zero3", "offload")),
-    *(["adamw_8bit", strategy, {}] for strategy in ("rlhf_zero2", "offload") if EIGHT_BITS),
-    *(["muon", strategy, {}] for strategy in ("ddp", "rlhf_zero1", "rlhf_zero3", "offload")),
-    *(["muon", f"rlhf_zero{stage}", {"precision": "bf16-true"}] for stage in (0, 2)),
-    *([name, "rlhf_zero2", {}] for name in ("adafactor", "torch.optim.Adafactor")),
+ROWS = [{"prompt": f"{i}+{i}=", "completion": str(2 * i) + "y" * (i % 5)} for i in range(24)]
+"""Three optimizer steps of eight rows an epoch."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {
+        "lr": 0.3,
+        "optimization": Optimization(
+            optimizer="sgd",
+            optimizer_arguments={"momentum": 0.9},
+            parameter_options={"embeddings": {"lr": 0.03}, "vectors": {"weight_decay": 0.0}},
+            weight_decay=0.1,
+            lr_schedule="wsd",
+            warmup_ratio=0.2,
+            min_lr_ratio=0.1,
+        ),
+    },
+    "muon": {
+        "lr": 3e-3,
+        "optimization": Optimization(optimizer="muon", weight_decay=0.1, lr_schedule="cosine", min_lr_ratio=0.1),
+    },
+    "torch.optim.Adafactor": {"lr": 3e-2, "optimization": Optimization(optimizer="torch.optim.Adafactor")},
+    "adamw_8bit": {
+        "lr": 3e-3,
+        "optimization": Optimization(optimizer="adamw_8bit", optimizer_arguments={"min_8bit_size": 256}),
+    },
+    "adafactor": {"lr": 3e-2, "optimization": Optimization(optimizer="adafactor")},
+}
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    *(("sgd", strategy, {}) for strategy in ("rlhf_zero3", "offload")),
+    *(("adamw_8bit", strategy, {}) for strategy in ("rlhf_zero2", "offload") if EIGHT_BITS),
+    *(("muon", strategy, {}) for strategy in ("ddp", "rlhf_zero1", "rlhf_zero3", "offload")),
+    *(("muon", f"rlhf_zero{stage}", {"precision": "bf16-true"}) for stage in (0, 2)),
 ]
-FLAT = ("muon, rlhf_zero1", "muon, rlhf_zero3", "muon, offload")
-"""In float32, where the weights of the model are the optimizer's."""
-RESUMED = [
-    *([["adamw_8bit", "rlhf_zero2"]] if EIGHT_BITS else []),
-    *(["muon", strategy] for strategy in ("offload", "rlhf_zero3")),
-]
+"""Optimizer, strategy, and arguments of the Trainer."""
+RESUMED = [("adamw_8bit", "rlhf_zero2", {}), ("muon", "offload", {}), ("muon", "rlhf_zero3", {})]
 # Losses are about 4, where neighbouring float32 numbers are 4.8e-7 apart. Muon's matrix iterations are in bfloat16, of
 # whose 8 bits a rounding of the gradient can change the last, so that DDP is as far from one rank as ZeRO is
 # (test_flat_parameters.py has the same steps bit for bit); 8-bit moments are quantised in blocks, which flat partitions
 # cut elsewhere; weights in bfloat16 are rounded.
-TOLERANCES = {"muon": (1e-3, 5e-3), "adamw_8bit": (2e-3, 2e-2), "bf16-true": (2e-2, 2e-2)}
+TOLERANCES = {"sgd": (2e-6, 2e-6), "muon": (1e-3, 5e-3), "adamw_8bit": (2e-3, 2e-2), "bf16-true": (2e-2, 2e-2)}
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All cases in one launch."""
-    folder = tmp_path_factory.mktemp("optimizers")
-    tiny_model(folder / "model")
-    arguments = {"model": str(folder / "model"), "cases": CASES, "resumed": RESUMED}
-    result: dict[str, Any] = ranks.run("modules.optimizer_cases:on_ranks", 2, folder, **arguments)[0]
-    return result
+class Keep(Steps):
+    """Losses are means over ranks; learning rates, and the weights that this rank owns in the end."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        self.rates: list[list[float]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self.losses[-1] = float(trainer.strategy.reduce(outputs["loss"].clone(), reduce_op="mean"))
+        self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        self.owned = put_together(trainer.strategy)
 
 
-def test_two_ranks_learn_what_one_learns(report: dict[str, Any]) -> None:
-    shown = {case: values for case, values in report.items() if "loss" in values}
-    assert len(shown) == (10 if EIGHT_BITS else 8)
-    for case, values in shown.items():
-        name = "bf16-true" if "bf16-true" in case else case.partition(",")[0]
-        loss, weight = TOLERANCES.get(name, (2e-6, 2e-6))
-        assert values["moved"] > 1.0, f"{case}: it must have learnt something, else equality shows nothing"
-        assert values["loss"] <= loss, case
-        assert values["weight"] <= weight, case
-        assert values["rates"], case
-        assert values["clipped"] == (6 if case.startswith("muon") else 0), case
+def put_together(strategy: Any) -> list[torch.Tensor]:
+    """The weights that this rank owns, from the flat tensors of an optimizer that knows their layout."""
+    found: list[torch.Tensor] = []
+    for engine in getattr(strategy, "engines", {}).values():
+        for flat, layout in getattr(engine.basic_optimizer, "flat_layouts", {}).items():
+            layout.map_whole(lambda _, whole: found.append(whole.clone()) or whole, [flat.detach()])
+    return found
 
 
-def test_the_flat_tensors_of_every_stage_hold_the_parameters_that_the_layout_says(report: dict[str, Any]) -> None:
-    assert {case: report[case]["put_together"] for case in FLAT} == dict.fromkeys(FLAT, 20), "weights of the model"
+def learn(folder: Path, model: str, name: str, strategy: Any, *, resume: Path | None = None, **options: Any) -> Keep:
+    """A run of two epochs, saved after the first."""
+    keep, devices = Keep(), 1 if strategy == "auto" else RANKS
+    if strategy == "offload":
+        strategy = RLHFDeepSpeedStrategy(stage=2, offload_optimizer=True)
+    options |= {"gradient_clip_val": 2.0} if name == "muon" else {}
+    callbacks = [keep, *([] if resume else [SaveAt(folder / "first.ckpt", 3)])]
+    run = trainer(
+        folder, callbacks=callbacks, devices=devices, strategy=strategy, use_distributed_sampler=False, **options
+    )
+    module, data = SFTModule(model, **OPTIMIZERS[name]), SFTDataModule(ROWS, micro_batch_size=8 // devices)
+    run.fit(module, data, ckpt_path=resume)
+    return keep
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(report: dict[str, Any]) -> None:
-    shown = [values for case, values in report.items() if case.endswith("resumed")]
-    assert shown == [{"losses": True, "rates": True, "weight": 0.0}] * len(RESUMED)
+def check_near(one: Keep, other: Keep, loss: float, weight: float, steps: int = 6) -> None:
+    """The last steps are the same; only rank 0 has the weights of all."""
+    assert one.losses == pytest.approx(other.losses[-steps:], abs=loss, rel=0)
+    assert one.rates == other.rates[-steps:]
+    for name, value in one.weights.items():
+        torch.testing.assert_close(value, other.weights[name], atol=weight, rtol=0, msg=name, check_dtype=False)
 
 
-def test_other_optimizers_of_whole_parameters_are_refused_where_parameters_are_divided(report: dict[str, Any]) -> None:
-    errors = {case: values["error"] for case, values in report.items() if "error" in values}
-    assert set(errors) == {"adafactor, rlhf_zero2", "torch.optim.Adafactor, rlhf_zero2"}
-    for error in errors.values():
-        assert "computes with whole parameters, and ZeRO flattens and divides them" in error
-        assert "optimizer='muon' alone knows" in error
-        assert "Trainer(strategy='ddp')" in error
+def on_ranks(folder: Path, model: str) -> None:
+    """What one rank runs: each case beside one rank without DeepSpeed; some are resumed, others are refused."""
+    plain: dict[str, Keep] = {}
+    for case in CASES:
+        name, strategy, options = case
+        print(case)
+        place = folder / f"{name} {strategy}{len(options)}"
+        found = learn(place, model, name, strategy, **options)
+        if name not in plain:
+            plain[name] = learn(folder / f"plain{RANK}", model, name, "auto")
+        alone = plain[name]
+        assert alone.losses[0] - alone.losses[-1] > 1.0, "it must have learnt something, else equality shows nothing"
+        check_near(found, alone, *TOLERANCES["bf16-true" if options else name])
+        assert name != "muon" or all(values["grad_norm/policy"] > 2.0 for values in found.logged), "all are clipped"
+        if name == "muon" and strategy != "ddp" and not options:  # the weights of the model are the optimizer's
+            parts: list[Any] = [None] * RANKS
+            torch.distributed.all_gather_object(parts, found.owned)
+            wholes = [part for each in parts for part in each]
+            assert len(wholes) == 20
+            for whole in wholes if RANK == 0 else ():
+                assert any(torch.equal(whole, weight) for weight in found.weights.values())
+        if case in RESUMED:
+            resumed = learn(place, model, name, strategy, resume=place / "first.ckpt")
+            check_near(resumed, found, 0.0, 0.0, steps=3)
+    for name in ("adafactor", "torch.optim.Adafactor"):
+        with pytest.raises(ValueError, match="computes with whole parameters, and ZeRO flattens and div") as refused:
+            learn(folder / name, model, name, "rlhf_zero2")
+        assert "optimizer='muon' alone knows" in str(refused.value)
+        assert "Trainer(strategy='ddp')" in str(refused.value)
+
+
+def test_two_ranks_learn_what_one_learns_and_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Also that the flat tensors of every stage hold the weights that their layout says."""
+    tiny_model(tmp_path / "model")
+    ranks.run("modules.test_optim:on_ranks", 2, tmp_path, model=str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(

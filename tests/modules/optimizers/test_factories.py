@@ -136,62 +136,56 @@ def passes_on(groups: Any, **more: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, **more)
 
 
-def test_functions_and_classes_are_given_what_they_take() -> None:
-    module = SFTModule(
-        "a model", lr=0.1, optimization=Optimization(betas=(0.5, 0.6), weight_decay=0.2, optimizer="torch.optim.RAdam")
-    )
+@pytest.mark.parametrize(
+    ("options", "kind", "expected"),
+    [
+        ({"optimizer": "torch.optim.RAdam"}, torch.optim.RAdam, {"betas": (0.5, 0.6), "weight_decay": 0.2}),
+        ({"optimizer": rms_prop}, torch.optim.RMSprop, {"weight_decay": 0}),
+        (
+            {"optimizer": passes_on, "optimizer_arguments": {"eps": 1e-3}},
+            torch.optim.AdamW,
+            {"betas": (0.9, 0.999), "weight_decay": 0.2, "eps": 1e-3},
+        ),
+    ],
+)
+def test_functions_and_classes_are_given_what_they_take(options: Any, kind: type, expected: dict[str, Any]) -> None:
+    module = SFTModule("a model", lr=0.1, optimization=Optimization(betas=(0.5, 0.6), weight_decay=0.2, **options))
     module.policy = torch.nn.Linear(2, 2)
     made = module.configure_optimizers()
-    assert type(made) is torch.optim.RAdam
-    assert {key: made.defaults[key] for key in ("lr", "betas", "weight_decay")} == {
-        "lr": 0.1, "betas": (0.5, 0.6), "weight_decay": 0.2
-    }  # fmt: skip
-    own = SFTModule("a model", lr=0.1, optimization=Optimization(optimizer=rms_prop))
-    own.policy = torch.nn.Linear(2, 2)
-    assert own.configure_optimizers().defaults["lr"] == 0.1
-    assert own.hparams["optimization"]["optimizer"] == f"{__name__}.rms_prop", "checkpoints hold the name"
-    wrapper = SFTModule(
-        "a model",
-        lr=0.1,
-        optimization=Optimization(weight_decay=0.2, optimizer=passes_on, optimizer_arguments={"eps": 1e-3}),
-    )
-    wrapper.policy = torch.nn.Linear(2, 2)
-    defaults = wrapper.configure_optimizers().defaults  # AdamW's own lr is 1e-3
-    assert (defaults["lr"], defaults["weight_decay"], defaults["eps"]) == (0.1, 0.2, 1e-3)
+    assert type(made) is kind
+    assert {name: made.defaults[name] for name in ("lr", *expected)} == {"lr": 0.1, **expected}
+    given = options["optimizer"]
+    name = given if isinstance(given, str) else f"{__name__}.{given.__name__}"
+    assert module.hparams["optimization"]["optimizer"] == name, "checkpoints hold the name"
 
 
-def trainer_on(device: str, precision: Precision | None = None) -> Any:
-    """What the choice of kernels reads of a Trainer; one on a GPU cannot be made without a GPU."""
-    strategy = SimpleNamespace(root_device=torch.device(device))
-    return SimpleNamespace(strategy=strategy, precision_plugin=precision or Precision())
+ON_A_GPU = "fused kernels of torch, on a GPU"
 
 
 @pytest.mark.parametrize(
-    ("trainer", "fused", "said"),
+    ("device", "precision", "fused", "said"),
     [
-        (None, None, ""),
-        (trainer_on("cpu"), None, ""),
-        (trainer_on("cuda"), True, "fused kernels of torch, on a GPU"),
-        (trainer_on("cuda", MixedPrecision("bf16-mixed", "cuda")), True, "fused kernels of torch, on a GPU"),
-        (
-            trainer_on("cuda", MixedPrecision("16-mixed", "cuda")),
-            None,
-            "default kernels of torch, Lightning's gradient scaler",
-        ),
+        (None, None, None, ""),
+        ("cpu", None, None, ""),
+        ("cuda", None, True, ON_A_GPU),
+        ("cuda", "bf16-mixed", True, ON_A_GPU),
+        ("cuda", "16-mixed", None, "default kernels of torch, Lightning's gradient scaler"),
     ],
-    ids=["no trainer", "cpu", "gpu", "gpu, bf16-mixed", "gpu, 16-mixed"],
 )
 def test_adamw_is_fused_on_gpus_and_says_so(
-    trainer: Any, fused: bool | None, said: str, caplog: pytest.LogCaptureFixture
+    device: str | None, precision: Any, fused: bool | None, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):  # whatever tests before have set
         caplog.set_level(logging.INFO, logger=name)
+    plugin = Precision() if precision is None else MixedPrecision(precision, "cuda")
+    # What the choice of kernels reads of a Trainer; one on a GPU cannot be made without a GPU.
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device(device or "cpu")), precision_plugin=plugin
+    )
     groups = [{"params": [torch.nn.Parameter(torch.zeros(3))], "lr": 0.5}]
-    optimizer = adamw(groups, lr=0.1, betas=(0.8, 0.9), weight_decay=0.3, trainer=trainer)
-    assert optimizer.param_groups[0]["fused"] is fused
-    assert {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")} == {
-        "lr": 0.5, "betas": (0.8, 0.9), "weight_decay": 0.3
-    }  # fmt: skip
+    optimizer = adamw(groups, lr=0.1, betas=(0.8, 0.9), weight_decay=0.3, trainer=trainer if device else None)
+    expected = {"fused": fused, "lr": 0.5, "betas": (0.8, 0.9), "weight_decay": 0.3}
+    assert {name: optimizer.param_groups[0][name] for name in expected} == expected
     assert said in caplog.text
     assert ("kernels of torch" in caplog.text) == bool(said)
 
