@@ -1,6 +1,5 @@
 """One or two optimizer steps of any module on tiny data, split, packed and ordered as asked."""
 
-import functools
 import os
 import random
 from collections.abc import Mapping, Sequence
@@ -8,9 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+import pytest
 import torch
 from arguments import learning
 from models.vision_families import picture
+from modules.data_runs import SOURCES, row
+from rl_runs import RANK, RANKS
 
 from rlhfkit import (
     BCOModule,
@@ -25,17 +27,13 @@ from rlhfkit import (
     Optimization,
     ORPOModule,
     PPOModule,
-    PreferenceDataModule,
     ProcessRewardModule,
     PromptDataModule,
     RewardModule,
     RolloutCallback,
     SamplingSpec,
-    SFTDataModule,
     SFTModule,
     SimPOModule,
-    StepwiseDataModule,
-    UnpairedPreferenceDataModule,
 )
 from rlhfkit.callbacks import Probe
 from rlhfkit.checkpoints import CheckpointError
@@ -131,19 +129,9 @@ class Save(L.Callback):
 
 def rows_of(data: str, order: int | None, *, images: bool = False) -> list[dict[str, Any]]:
     """Rows of uneven lengths; ``order`` mixes those of each step. With ``images`` two have none, two one, two two."""
-    rows: list[dict[str, Any]] = []
-    for i in range(STEP * STEPS):
-        asked, said, other = f"{i}+{i % 3}=", "x" * (i % 4) + str(i), "y" * (i % 3 + 1)
-        rows.append(
-            {
-                "texts": {"prompt": asked, "completion": said},
-                "pairs": {"prompt": asked, "chosen": said, "rejected": other},
-                "unpaired": {"prompt": asked, "completion": said, "label": i % 3 > 0},
-                "steps": {"prompt": asked, "completions": [said, other], "labels": [i % 2, 1]},
-                "prompts": {"prompt": asked},
-            }[data]
-            | ({"images": [picture(number).plain() for number in range(i, i + i // 2 % 3)]} if images else {})
-        )
+    rows = [row(data, i) for i in range(STEP * STEPS)]
+    for i in range(len(rows) * images):
+        rows[i]["images"] = [picture(number).plain() for number in range(i, i + i // 2 % 3)]
     if order is None:
         return rows
     mixed = [rows[step * STEP : (step + 1) * STEP] for step in range(STEPS)]
@@ -220,13 +208,7 @@ def train(
             rows[:STEP], rollout_batch_size=STEP, micro_batch_size=size, shuffle=own is not None
         )
     else:
-        types = {
-            "texts": SFTDataModule,
-            "pairs": PreferenceDataModule,
-            "unpaired": UnpairedPreferenceDataModule,
-            "steps": StepwiseDataModule,
-        }
-        source = types[data](rows, micro_batch_size=size, shuffle=own is not None)
+        source = SOURCES[data](rows, micro_batch_size=size, shuffle=own is not None)
     window = STEP // (size * ranks)
     plain = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_checkpointing": False}
     trainer = L.Trainer(
@@ -248,12 +230,11 @@ def on_ranks(folder: Path, place: str, cases: list[Mapping[str, Any]]) -> list[A
         place: See ``folder`` of :func:`train`.
         cases: Arguments of :func:`train`, of one run after the other.
     """
-    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     found = []
     for number, case in enumerate(cases):
-        os.environ["WORLD_SIZE"] = str(world)  # Lightning deletes it when a fit ends
-        losses, weights, metrics = train(Path(place), **case, devices=world)
-        if rank == 0:
+        os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
+        losses, weights, metrics = train(Path(place), **case, devices=RANKS)
+        if RANK == 0:
             torch.save(weights, Path(place) / f"case_{number}.pt")
         found.append((losses, metrics))
     return found
@@ -268,30 +249,34 @@ def own_optimizer(**more: Any) -> dict[str, Any]:
     return {"lr": 1e-2, "optimization": Optimization(lr_schedule="cosine", warmup_steps=1)} | more
 
 
-def resumed_on_ranks(folder: Path, place: str, stages: Mapping[str, int], straight: bool) -> dict[str, str]:
-    """Entry point of a rank: what differs, or fails, when each kind goes on from inside a step.
+def resumed_on_ranks(folder: Path, place: str, stages: Mapping[str, int]) -> None:
+    """Entry point of a rank: each kind goes on from inside a step as a run that was not stopped.
 
     Args:
         folder: Of the results of ranks.
         place: See ``folder`` of :func:`train`; has the checkpoints, too.
         stages: ZeRO stage of each kind.
-        straight: Run until the end first, which saves the checkpoints, and compare.
     """
-    world, found = int(os.environ["WORLD_SIZE"]), {}
     for kind, stage in stages.items():
-        options = STOPPED | {"size": STEP // 2 // world, "devices": world, "strategy": f"rlhf_zero{stage}"}
-        run = functools.partial(train, Path(place), kind, 0, **options, own=own_optimizer())
-        os.environ["WORLD_SIZE"] = str(world)  # Lightning deletes it when a fit ends
-        expected = run(callbacks=[Save(Path(place) / kind)]) if straight else None
-        os.environ["WORLD_SIZE"] = str(world)
-        try:
-            resumed = run(resume=Path(place) / kind / "0, 2.ckpt")
-        except (CheckpointError, ValueError) as error:
-            found[kind] = f"{type(error).__name__}: {error}"
-            continue
-        assert expected is not None
+        expected = _on_all_ranks(place, kind, stage, callbacks=[Save(Path(place) / kind)])
+        resumed = _on_all_ranks(place, kind, stage, resume=Path(place) / kind / "0, 2.ckpt")
         assert expected.losses[0] != expected.losses[-1]
-        same = {name: torch.equal(value, expected.weights[name]) for name, value in resumed.weights.items()}
-        differ = [name for name, equal in same.items() if not equal]
-        found[kind] = " ".join(differ + ["losses"] * (resumed.losses != expected.losses[1:]))
+        assert resumed.losses == expected.losses[1:]
+        for name, value in resumed.weights.items():
+            assert torch.equal(value, expected.weights[name]), (kind, name)
+
+
+def refused_on_ranks(folder: Path, place: str, stages: Mapping[str, int]) -> dict[str, str]:
+    """Entry point of a rank: why each kind does not go on on another number of ranks than that of its checkpoint."""
+    found = {}
+    for kind, stage in stages.items():
+        with pytest.raises((CheckpointError, ValueError)) as error:
+            _on_all_ranks(place, kind, stage, resume=Path(place) / kind / "0, 2.ckpt")
+        found[kind] = str(error.value)
     return found
+
+
+def _on_all_ranks(place: str, kind: str, stage: int, **more: Any) -> Found:
+    os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
+    options = STOPPED | {"size": STEP // 2 // RANKS, "devices": RANKS, "strategy": f"rlhf_zero{stage}"}
+    return train(Path(place), kind, 0, **options, own=own_optimizer(), **more)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from modules import scalar_cases
+from modules import data_runs
 from rl_runs import digits, setup_run
 from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from rlhfkit import Ahead, LocalEngine, RolloutCallback, SamplingSpec
+from rlhfkit import Ahead, LocalEngine, RewardModule, RolloutCallback, SamplingSpec
 from rlhfkit.models import reward_output
 from rlhfkit.rewards import WeightedSum
 
@@ -96,11 +96,11 @@ def test_a_run_with_all_of_them_saves_its_tokens_and_a_state_of_a_part(
 
 
 def test_several_heads_are_trained_and_their_mean_less_deviation_is_the_reward(tmp_path: Path) -> None:
-    scalar_cases.prepare(tmp_path)
+    data_runs.prepare(tmp_path)
     found = examples(PAGE.with_name("reward_models.md"))
     module = found["EnsembleModule"](str(tmp_path / "model"), lr=0.01, heads=3)
-    data = scalar_cases.data(tmp_path, "reward", 7, validation_data=str(tmp_path / "reward.jsonl"))
-    trainer = scalar_cases.trainer(tmp_path)
+    data = data_runs.data(tmp_path, RewardModule, validated=True)
+    trainer = data_runs.trainer(tmp_path)
     trainer.fit(module, data)
     losses = [float(trainer.callback_metrics[f"head_{k}/loss"]) for k in range(3)]
     assert len({*losses}) == 3

@@ -2,6 +2,7 @@
 
 import functools
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from step_cases import KINDS, STEP, STOPPED, Found, Save, own_optimizer, train
 from strategies import ranks
 from transformers import AutoModelForImageTextToText
 
+from rlhfkit import LoRA, Optimization
+from rlhfkit.modules.parts.answer_reference import PrecomputedReference
+from rlhfkit.modules.parts.fine_tuning import NEFTune
 from rlhfkit.modules.parts.moving_reference import MovingReference
 
 CASES = [(kind, setting) for kind, (_, _, chosen) in KINDS.items() for setting in range(len(chosen))]
@@ -48,15 +52,17 @@ def same(found: Found, expected: Found) -> None:
         torch.testing.assert_close(found.weights[name], value, rtol=1e-4, atol=2e-5, msg=text)
 
 
-def together(reports: list[list[tuple[list[float], dict[str, float]]]], number: int, folder: Path) -> Found:
-    """What all ranks have found in a case; each logs the metrics of all."""
-    own, (metrics, *others) = zip(*(report[number] for report in reports), strict=True)
-    for other in others:
-        assert other == pytest.approx(metrics, rel=1e-6, abs=1e-9)
-    # Rounding decides who wins where policy and reference are one, as in a first step.
-    metrics = {name: value for name, value in metrics.items() if not name.startswith("rewards/accuracies")}
-    losses = [sum(parts) / len(reports) for parts in zip(*own, strict=True)]
-    return Found(losses, torch.load(folder / f"case_{number}.pt"), metrics)
+def on_ranks(count: int, tmp_path: Path, folder: Path, cases: list[dict[str, Any]]) -> Iterator[Found]:
+    """What all of so many ranks have found in each case; every one logs the metrics of all."""
+    reports = ranks.run("step_cases:on_ranks", count, tmp_path, place=str(folder), cases=cases)
+    for number in range(len(cases)):
+        own, (metrics, *others) = zip(*(report[number] for report in reports), strict=True)
+        for other in others:
+            assert other == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+        # Rounding decides who wins where policy and reference are one, as in a first step.
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("rewards/accuracies")}
+        losses = [sum(parts) / len(reports) for parts in zip(*own, strict=True)]
+        yield Found(losses, torch.load(folder / f"case_{number}.pt"), metrics)
 
 
 @settings(
@@ -81,26 +87,39 @@ def test_a_step_does_not_depend_on_micro_batches_packing_and_order(
     same(found, whole(folder, *case))
 
 
-@pytest.mark.parametrize(
-    ("kind", "images", "more"),
-    [
-        *((kind, None, {}) for kind in KINDS),
-        ("dpo", None, {"parts": [MovingReference(1, alpha=0.6).plain()]}),
-        ("grpo", "idefics3", {"kl_coef": 0.1}),
-    ],
-    ids=[*KINDS, "dpo whose reference moves", "grpo with images"],
-)
-def test_a_stopped_run_goes_on_bit_for_bit(
-    folder: Path, tmp_path: Path, kind: str, images: str | None, more: dict[str, Any]
-) -> None:
+LORA, MUON = {"lora": LoRA(rank=2)}, {"optimization": Optimization(optimizer="muon", lr_schedule="cosine")}
+RESUMED: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
+    **{kind: (kind, lambda place: {}) for kind in KINDS},
+    "dpo whose reference moves": ("dpo", lambda place: {"parts": [MovingReference(1, alpha=0.6).plain()]}),
+    # Computed again after a resume, by a model that is loaded for it.
+    "dpo whose reference is on disk": (
+        "dpo",
+        lambda place: {"parts": [PrecomputedReference(cache=str(place)).plain()]},
+    ),
+    "noise": ("sft", lambda place: {"parts": [NEFTune(5.0).plain()]}),
+    "muon": ("sft", lambda place: MUON),
+    "adapters": ("sft", lambda place: LORA),
+    "adapters and a head": ("reward", lambda place: LORA),
+    "grpo with images": ("grpo", lambda place: {"kl_coef": 0.1}),
+}
+"""Kind, and more arguments of a run whose files are in a folder."""
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_stopped_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, case: str) -> None:
     """Two epochs of two steps of two micro-batches, saved after a step, inside a window and at the end of an epoch."""
+    kind, more = RESUMED[case]
+    images = "idefics3" if "images" in case else None
     if images is not None and not (folder / images).exists():
         save_vision_model(images, folder / images)
-    own = own_optimizer(**more)
-    run = functools.partial(train, folder, kind, -1, size=STEP // 2, **STOPPED, own=own, images=images)
-    straight = run(callbacks=[Save(tmp_path)])
+
+    def run(place: Path, **given: Any) -> Found:
+        own = own_optimizer(**more(place))
+        return train(folder, kind, -1, size=STEP // 2, **STOPPED, own=own, images=images, **given)
+
+    straight = run(tmp_path / "straight", callbacks=[Save(tmp_path)])
     for batch, done in ((1, 1), (2, 1), (3, 2)):
-        resumed = run(resume=tmp_path / f"0, {batch}.ckpt")
+        resumed = run(tmp_path / str(batch), resume=tmp_path / f"0, {batch}.ckpt")
         assert resumed.losses == straight.losses[done:]
         assert resumed.metrics == straight.metrics
         for name, value in straight.weights.items():
@@ -129,19 +148,17 @@ def test_a_step_does_not_depend_on_ranks(folder: Path, tmp_path: Path) -> None:
         for case in cases
         if case["kind"] == "bco"
     ]
-    reports = ranks.run("step_cases:on_ranks", 2, tmp_path, place=str(folder), cases=cases)
-    for number, case in enumerate(cases):
-        same(together(reports, number, folder), whole(folder, case["kind"], case["setting"]))
+    for case, found in zip(cases, on_ranks(2, tmp_path, folder, cases), strict=True):
+        same(found, whole(folder, case["kind"], case["setting"]))
 
 
 @pytest.mark.distributed
 def test_a_run_stopped_on_ranks_goes_on_bit_for_bit_and_nowhere_else(folder: Path, tmp_path: Path) -> None:
     """What engines save does not depend on the module, nor what loaders and iterations save on the stage."""
     stages = {"sft": 0, "dpo": 1, "grpo": 2, "ppo": 3}
-    start = functools.partial(ranks.run, "step_cases:resumed_on_ranks", place=str(folder))
-    for report in start(2, tmp_path, stages=stages, straight=True):
-        assert report == dict.fromkeys(stages, "")
-    (found,) = start(1, tmp_path, stages={"sft": 0, "grpo": 2}, straight=False)
+    ranks.run("step_cases:resumed_on_ranks", 2, tmp_path, place=str(folder), stages=stages)
+    elsewhere = {"sft": 0, "grpo": 2}
+    (found,) = ranks.run("step_cases:refused_on_ranks", 1, tmp_path, place=str(folder), stages=elsewhere)
     assert "world_size was 2 and is 1" in found["sft"]
     assert "its data loaders differ between ranks" in found["grpo"], "samples of an iteration belong to ranks"
 
@@ -195,9 +212,8 @@ def test_a_step_with_images_does_not_depend_on_ranks(seeing: Path, tmp_path: Pat
         | case
         for number, (case, strategy) in enumerate(zip(SEEING, strategies, strict=True))
     ]
-    reports = ranks.run("step_cases:on_ranks", 2, tmp_path, place=str(seeing), cases=cases)
-    for number, case in enumerate(SEEING):
-        same(together(reports, number, seeing), whole_with_images(seeing, case))
+    for case, found in zip(SEEING, on_ranks(2, tmp_path, seeing, cases), strict=True):
+        same(found, whole_with_images(seeing, case))
 
 
 @pytest.mark.distributed
@@ -221,6 +237,5 @@ def test_a_step_does_not_depend_on_ranks_that_divide_sequences(count: int, folde
     ]
     for case in cases:
         case["setting"] *= case["kind"] != "distillation"  # spans of a teacher that reads text are not divided
-    reports = ranks.run("step_cases:on_ranks", count, tmp_path, place=str(folder), cases=cases)
-    for number, case in enumerate(cases):
-        same(together(reports, number, folder), whole(folder, case["kind"], case["setting"]))
+    for case, found in zip(cases, on_ranks(count, tmp_path, folder, cases), strict=True):
+        same(found, whole(folder, case["kind"], case["setting"]))

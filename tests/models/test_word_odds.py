@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from modules import scalar_cases
+from modules.data_runs import trainer
 from tiny_models import tiny_model, tiny_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -67,7 +67,7 @@ def test_loss_and_gradient_are_cross_entropy_of_two_words_at_the_step_tokens(
 
 def test_a_trained_one_is_a_language_model_whose_reward_is_the_least_probability(folder: Path, tmp_path: Path) -> None:
     module = ProcessRewardModule(str(folder), words=["+", "-"], lr=3e-3)
-    scalar_cases.trainer(tmp_path, max_epochs=30).fit(module, made())
+    trainer(tmp_path, max_epochs=30).fit(module, made())
     saved = module.save_pretrained(tmp_path / "saved")
     plain = AutoModelForCausalLM.from_pretrained(saved)  # a language model
     reward = ProcessModelReward(str(saved), words=("+", "-"), separator="#", text=StepTokens("#"), device="cpu")

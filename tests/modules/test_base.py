@@ -1,4 +1,4 @@
-"""PolicyModule: hyperparameters, building, precision, dropout; test_lora.py covers ``checkpointing.py``."""
+"""PolicyModule: hyperparameters, building, precision, dropout, overridden methods."""
 
 import pickle
 from pathlib import Path
@@ -7,9 +7,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from rl_runs import fit_run
 from tiny_models import tiny_model
 
-from rlhfkit import DPOModule, GRPOModule
+from rlhfkit import DPOModule, GRPOModule, Part, Stage
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +71,42 @@ def test_hyperparameters_are_attributes_and_in_checkpoints(tmp_path: Path) -> No
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     loaded = Longer.load_from_checkpoint(tmp_path / "saved.ckpt", lr=1e-5)
     assert (loaded.beta, loaded.lr, loaded.hparams.lr, loaded.hparams.extra) == (0.2, 1e-5, 1e-5, 2.0)
+
+
+# What a subclass or a part returns in place of what is asked for: the error names the method and what to return.
+
+
+class Number(GRPOModule):
+    def loss(self, batch: Any, out: Any) -> Any:
+        return super().loss(batch, out).loss
+
+
+class Forgets(GRPOModule):
+    def prepare(self, experience: Any) -> Any:
+        super().prepare(experience)
+
+
+class Term(Part):
+    def term(self, batch: Any, out: Any, old: Any) -> Any:
+        return out.logprobs.mean()
+
+
+class InPlace(Part):
+    stage, reads, writes = Stage.SHAPE, ("rewards",), ("rewards",)
+
+    def prepare(self, rows: Any) -> Any:
+        rows.rewards.mul_(2.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"module": Number}, r"^Number\.loss returned Tensor: return rlhfkit\.LossOutput\(loss, "),
+        ({"module": Forgets}, r"^Forgets\.prepare returned NoneType: return what super\(\)\.prepare\(\) returns"),
+        ({"module_arguments": {"parts": [Term()]}}, r"^Term\.term returned Tensor: return rlhfkit\.LossOutput"),
+        ({"module_arguments": {"parts": [InPlace()]}}, r"^InPlace\.prepare returned NoneType: return rows"),
+    ],
+)
+def test_another_type_is_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        fit_run(tmp_path, max_steps=1, **arguments)

@@ -7,22 +7,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rl_runs import setup_run
+from rl_runs import fit_run, setup_run
 
 from rlhfkit import GRPOModule, PPOModule
-from rlhfkit.modules.parts import Critic, ValueLoss
-from rlhfkit.modules.parts.moving_reference import MovingReference, mix_into
-
-MOVING: dict[str, Any] = {"kl_coef": 0.1, "lr": 0.05}
-KINDS: dict[str, Any] = {
-    "ppo with one trunk": (
-        PPOModule,
-        MOVING | {"parts": [Critic(shared=True).plain(), ValueLoss(0.1).plain()]},
-        "32-true",
-    ),
-    "grpo in 16 bits": (GRPOModule, MOVING, "bf16-true"),
-}
-"""Others: ``parts/test_every_part.py``."""
+from rlhfkit.modules.parts import Critic, MovingReference, ValueLoss
+from rlhfkit.modules.parts.moving_reference import mix_into
 
 
 class Follow(L.Callback):
@@ -40,33 +29,38 @@ class Follow(L.Callback):
         self.step = trainer.global_step
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_follows_and_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
-    module, arguments, precision = KINDS[kind]
+@pytest.mark.parametrize(
+    ("module", "parts", "precision"),
+    [
+        (PPOModule, [Critic(shared=True).plain(), ValueLoss(0.1).plain()], "32-true"),
+        (GRPOModule, [], "bf16-true"),
+    ],
+    ids=["ppo with one trunk", "grpo in 16 bits"],
+)
+def test_the_reference_follows_and_a_resumed_run_goes_on_bit_for_bit(
+    tmp_path: Path, module: Any, parts: list[Any], precision: str
+) -> None:
+    """Other modules are resumed in ``test_step_properties.py`` and ``parts/test_every_part.py``."""
 
-    def run(**fit: Any) -> tuple[Any, Follow]:
-        follow = Follow()
-        saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-        trainer, made, data, _ = setup_run(
-            tmp_path, module=module, module_arguments=arguments | {"parts": [MovingReference(2, alpha=0.25)]},
-            callbacks=[follow, saving], enable_checkpointing=True, precision=precision,
+    def run(**more: Any) -> tuple[Any, Follow]:
+        follow, saving = Follow(), ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        arguments = {"kl_coef": 0.1, "lr": 0.05, "parts": [*parts, MovingReference(2, alpha=0.25)]}
+        _, made, _ = fit_run(
+            tmp_path, module=module, module_arguments=arguments, callbacks=[follow, saving], enable_checkpointing=True,
+            precision=precision, **more,
         )  # fmt: skip
-        trainer.fit(made, datamodule=data, **fit)
         return made, follow
 
-    straight, follow = run()
+    (straight, follow), (resumed, _) = run(), run(resume=str(tmp_path / "epoch=0.ckpt"))
     for name, value in straight.reference.named_parameters():
         expected = follow.expected[name].to(value.dtype)  # rounded once, not at every move
         torch.testing.assert_close(value, expected, rtol=1e-5 if precision == "32-true" else 2**-8, atol=1e-7)
         assert not value.requires_grad
-    resumed, _ = run(ckpt_path=str(tmp_path / "epoch=0.ckpt"))
     kept, restored = (made.parts[-1].precise for made in (straight, resumed))
     assert kept.keys() == restored.keys()
-    for name, precise in kept.items():
-        assert torch.equal(precise, restored[name]), name
-    for child in ("policy", "reference"):
-        for name, value in getattr(straight, child).named_parameters():
-            assert torch.equal(value, resumed.get_submodule(child).get_parameter(name)), (child, name)
+    assert all(torch.equal(precise, restored[name]) for name, precise in kept.items())
+    for name, value in straight.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -1,17 +1,23 @@
-"""What identifies cached outputs of a model, and when they are computed again."""
+"""Outputs of a frozen model that are kept on disk: what identifies them, and that they teach the same."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import tiny_model
 
+from modules.data_runs import fit, folder_of
+from rlhfkit import DistillationModule, DPOModule, KTOModule
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.images import Image
 from rlhfkit.modules import precompute
-from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
+from rlhfkit.modules.parts.answer_reference import PrecomputedReference
+from rlhfkit.modules.parts.precomputed_teacher import PrecomputedTeacher
+from rlhfkit.modules.precompute import model_fingerprint, token_batches, tokens_fingerprint
+
+folder = folder_of()
+REVERSE = {"divergence": "reverse_kl", "top_k": 5}
 
 
 def test_every_token_mask_and_image_is_part_of_the_fingerprint() -> None:
@@ -46,15 +52,28 @@ def test_batches_hold_every_example_once_and_fit() -> None:
     assert all(len(batch) == 1 or sum(lengths[index] for index in batch) <= 10 for batch in batches)
 
 
-def test_what_is_on_disk_is_not_computed_again(tmp_path: Path) -> None:
-    trainer: Any = SimpleNamespace(is_global_zero=True, strategy=SimpleNamespace(broadcast=lambda value: value))
-    calls = []
+def kept(kind: type, cache: Path, *, other: bool = False) -> dict[str, Any]:
+    """Arguments of a module whose frozen model is asked before training; ``other``: about other numbers."""
+    if kind is DistillationModule:
+        return REVERSE | {"top_k": 5 - 2 * other, "parts": [PrecomputedTeacher(cache=str(cache)).plain()]}
+    model = str(cache.parent / "reference") if (kind is KTOModule) != other else None
+    return {"ref_model": None, "parts": [PrecomputedReference(model, cache=str(cache)).plain()]}
 
-    def compute() -> torch.Tensor:
-        calls.append(1)
-        return torch.arange(3.0)
 
-    for key in ("a", "a", "b"):
-        found = load_or_compute(lambda key=key: [key], tmp_path / "cache", trainer, compute, "numbers")  # type: ignore[misc]
-        assert torch.equal(found, torch.arange(3.0))
-    assert len(calls) == len(list((tmp_path / "cache").glob("*.pt"))) == 2
+@pytest.mark.parametrize("kind", [DPOModule, KTOModule, DistillationModule])
+def test_what_is_kept_on_disk_teaches_what_the_model_beside_does(folder: Path, kind: type) -> None:
+    cache = folder / kind.__name__
+    besides = {DPOModule: {"ref_model": None}, KTOModule: {}, DistillationModule: REVERSE}
+    beside = fit(folder, kind, 2, knobs=besides[kind])
+    computed = fit(folder, kind, 2, knobs=kept(kind, cache))
+    (file,) = cache.iterdir()
+    written = file.stat().st_mtime_ns
+    read = fit(folder, kind, 2, knobs=kept(kind, cache))
+    assert file.stat().st_mtime_ns == written
+    assert read.losses == computed.losses
+    # Sums of float32 over other groups of rows.
+    assert computed.losses == pytest.approx(beside.losses, rel=2e-6)
+    for name, tensor in computed.weights.items():
+        torch.testing.assert_close(tensor, beside.weights[name], rtol=1e-5, atol=1e-6)
+    fit(folder, kind, 2, knobs=kept(kind, cache, other=True), max_epochs=1)
+    assert len(list(cache.iterdir())) == 2

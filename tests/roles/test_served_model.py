@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models.test_forward import experience
-from modules import distillation_cases as cases
+from modules import data_runs
 from rl_runs import fit_run, weights
 from rollout.server.test_connection import SECRET, Misbehaviour, completion
 from tiny_models import tiny_model
@@ -84,14 +84,14 @@ def test_a_student_learns_the_same_from_a_served_teacher_on_its_own_samples(
 def test_likeliest_tokens_of_a_server_teach_what_those_of_a_loaded_teacher_do(
     tmp_path: Path, folder: Path, served: ServedModel
 ) -> None:
-    cases.prepare(tmp_path)
+    data_runs.prepare(tmp_path)
     made: list[DistillationModule] = []
     for teacher in (str(folder), ServedModel.of(served.plain())):
         arguments: dict[str, Any] = {"top_k": 5, "precompute_teacher": True, "lr": 1e-3, "divergence": "reverse_kl"}
         module = DistillationModule(
             str(tmp_path / "model"), teacher, parts=[PrecomputedTeacher(cache=str(tmp_path / "c"))], **arguments
         )
-        cases.trainer(tmp_path, max_epochs=1).fit(module, cases.data(tmp_path, 8))
+        data_runs.trainer(tmp_path, max_epochs=1).fit(module, data_runs.data(tmp_path, DistillationModule))
         made.append(module)
     assert len(list((tmp_path / "c").iterdir())) == 2
     for name, tensor in weights(made[0]).items():

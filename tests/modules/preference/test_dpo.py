@@ -1,4 +1,4 @@
-"""DPOModule against a loop written by hand, TRL's numbers, and itself with other references.
+"""DPOModule against TRL's numbers, and itself with other references.
 
 Covers ``preference/base.py`` and ``parts/answer_reference.py``.
 """
@@ -13,11 +13,10 @@ import jsonargparse
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from rl_runs import RANKS
 from strategies import ranks
 
-from modules import dpo_cases
-from modules.data_runs import folder_of
-from modules.dpo_cases import CASES, FOLLOWING, PlainDPO
+from modules.data_runs import Steps, computed, data, fit, folder_of, plain_module, trainer
 from rlhfkit import DPOModule, PreferenceDataModule
 from rlhfkit.data import PreferenceBatch
 from rlhfkit.data.formats import collate_preferences
@@ -25,50 +24,74 @@ from rlhfkit.datamodules.tokenization.mixture import Mixture
 from rlhfkit.losses import PreferencePairs, dpo_loss
 from rlhfkit.losses.preference.dpo import AlphaDivergence, DiscoPOP
 from rlhfkit.models import ModelLoading, PolicyOutput, load_causal_lm
+from rlhfkit.modules.parts.moving_reference import MovingReference
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["dpo"]
 
 
-folder = folder_of(dpo_cases.prepare)
+folder = folder_of()
 
 
-# ---------------------------------------------------------------------------------------------------- exact training
+def following(steps: int, alpha: float) -> dict[str, Any]:
+    """Arguments of a module whose reference follows the policy."""
+    return {"ref_model": None, "parts": [MovingReference(steps, alpha=alpha).plain()]}
 
 
-def test_training_is_the_loop_by_hand(folder: Path) -> None:
-    losses, weights = dpo_cases.by_hand(folder)
-    run = dpo_cases.fit(folder, 2, precision="64-true")
-    # The packed head and attention take their statistics in float32 here and there.
-    assert run.totals == pytest.approx(losses, rel=1e-6)
-    for name, tensor in run.weights.items():
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-6, atol=1e-8)
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "zero3, computed before": ("rlhf_zero3", 1, {}),
+    "zero3, following": ("rlhf_zero3", 2, following(2, 0.75)),
+    "ddp, following": ("ddp", 1, following(2, 0.75)),
+    "ddp, computed before": ("ddp", 1, {}),
+    # In 16 bits the reference moves in float32, which rank 0 keeps of shards, and every rank of whole weights.
+    "zero3, half": ("rlhf_zero3", 1, following(1, 0.3) | {"lr": 0.1}),
+    "ddp, half": ("ddp", 1, following(1, 0.3) | {"lr": 0.1}),
+}
+"""Strategy, micro-batches per step and rank, and arguments of the module; without: a reference computed before.
+
+References of ranks that share forward passes follow in mesh_ranks.py.
+"""
+
+
+def on_ranks(folder: Path, model: str) -> dict[str, list[float]]:
+    """All cases in one process group, those that follow resumed too; rank 0 also writes weights and references."""
+    report = {}
+    for name, (strategy, accumulate, knobs) in CASES.items():
+        saver = ModelCheckpoint(folder / name, filename="{epoch}", save_top_k=-1)
+        options: dict[str, Any] = {"ranks": RANKS, "strategy": strategy, "num_nodes": 1}
+        options |= {"precision": "bf16-true"} if "half" in name else {}
+        options |= {"callbacks": [saver], "enable_checkpointing": True} if name != "ddp, following" and knobs else {}
+
+        def run(**more: Any) -> Steps:
+            return fit(Path(model), DPOModule, accumulate, knobs=knobs or computed(folder / name), **options, **more)  # noqa: B023
+
+        whole = run()
+        report[name] = whole.totals
+        if "callbacks" in options:
+            rest = run(resume=str(folder / name / "epoch=0.ckpt"))
+            assert rest.totals == whole.totals[len(whole.totals) // 2 :], "it goes on with the reference where it was"
+            for key, tensor in whole.reference.items():
+                assert torch.equal(tensor, rest.reference[key]), key
+        if whole.weights:
+            torch.save([whole.weights, whole.reference], folder / f"{name}.pt")
+    return report
 
 
 @pytest.mark.distributed
 def test_two_ranks_train_as_one_with_every_kind_of_reference(folder: Path, tmp_path: Path) -> None:
-    reports = ranks.run("modules.dpo_cases:on_ranks", 2, tmp_path, model=str(folder))
-    for report in reports:  # the second epoch goes on with the reference where it was
-        assert report["stopped and resumed"] == report["zero3, following"][3:]
-        for strategy in ("rlhf_zero3", "ddp"):
-            whole, rest = report[f"half {strategy}"]
-            assert rest == whole[3:]
+    reports = ranks.run("modules.preference.test_dpo:on_ranks", 2, tmp_path, model=str(folder))
     start = load_causal_lm(str(folder / "model"), dtype=torch.bfloat16).state_dict()
-    for strategy in ("rlhf_zero3", "ddp"):
-        whole, rest = torch.load(tmp_path / f"half {strategy}.pt")
-        assert all(torch.equal(tensor, rest[key]) for key, tensor in whole.items())
-        assert not all(torch.equal(tensor, start[key]) for key, tensor in whole.items())
-    runs: dict[str, Any] = {}
-    for name, (_, _, options) in CASES.items():
-        if str(options) not in runs:
-            runs[str(options)] = dpo_cases.fit(folder, module=options)
-        alone = runs[str(options)]
+    for name, (_, _, knobs) in CASES.items():
+        weights, reference = torch.load(tmp_path / f"{name}.pt")
+        if "half" in name:
+            assert not all(torch.equal(tensor, start[key]) for key, tensor in reference.items())
+            continue
+        alone = fit(folder, DPOModule, knobs=knobs or {"ref_model": None})
         both = [sum(pair) / 2 for pair in zip(*(report[name] for report in reports), strict=True)]
         assert both == pytest.approx(alone.losses, rel=1e-4)
-        weights, reference = torch.load(tmp_path / f"{name}.pt")
-        for key, tensor in weights.items():
-            torch.testing.assert_close(tensor, alone.weights[key], rtol=1e-4, atol=2e-6)
-            if options == FOLLOWING:
-                torch.testing.assert_close(reference[key], alone.reference[key], rtol=1e-4, atol=2e-6)
+        for found, expected in ((weights, alone.weights), (reference, alone.reference if knobs else {})):
+            assert found.keys() == expected.keys()
+            for key, tensor in found.items():
+                torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=2e-6)
 
 
 # ------------------------------------------------------------------------------------------------------- the reference
@@ -83,45 +106,34 @@ def test_log_probs_computed_before_training_are_kept_beside_the_tokens(
     here.mkdir()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     monkeypatch.chdir(here)
-    options = {"ref_model": None, "precompute_ref_log_probs": True}
-    dpo_cases.fit(folder, module=options, default_root_dir=None, max_epochs=1)
+    fit(
+        folder,
+        DPOModule,
+        knobs={"ref_model": None, "precompute_ref_log_probs": True},
+        default_root_dir=None,
+        max_epochs=1,
+    )
     assert not list(here.iterdir())
     assert len(list((cache / "rlhfkit" / "reference_logprobs").iterdir())) == 1
-
-
-def test_log_probs_computed_before_training_are_those_of_the_live_reference(folder: Path, tmp_path: Path) -> None:
-    live = dpo_cases.fit(folder, 2, module={"ref_model": None})
-    before = {"ref_model": None, **dpo_cases.computed(tmp_path)}
-    computed = dpo_cases.fit(folder, 2, module=before)
-    again = dpo_cases.fit(folder, 2, module=before)
-    # Sums of float32 over other groups of rows: one more or less in the last of seven digits.
-    assert computed.losses == pytest.approx(live.losses, rel=2e-6)
-    assert again.losses == computed.losses
-    (file,) = tmp_path.iterdir()
-    torch.save(torch.load(file) + torch.tensor([5.0, 0.0]), file)
-    changed = dpo_cases.fit(folder, 2, module=before, max_epochs=1)
-    assert abs(changed.losses[0] - computed.losses[0]) > 0.1  # what is on disk is used
-    named = before | dpo_cases.computed(tmp_path, model=str(folder / "reference"))
-    assert dpo_cases.fit(folder, 2, module=named).losses == pytest.approx(dpo_cases.fit(folder, 2).losses, rel=2e-6)
-    assert len(list(tmp_path.iterdir())) == 2  # of another model; other data and weights: test_precompute.py
 
 
 def test_a_mixture_of_sources_gets_its_log_probs_before_training_too(folder: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}", "chosen": "x" * (i + 1), "rejected": "y"} for i in range(8)]
     runs = []
-    for options in ({}, dpo_cases.computed(tmp_path / "cache")):
-        steps = dpo_cases.Steps()
+    for knobs in ({"ref_model": None}, computed(tmp_path / "cache")):
+        steps = Steps()
         mixed = Mixture([(rows[:6], 3.0), (rows[6:], 1.0)])
         source = PreferenceDataModule(mixed, validation_data=rows, validation_split="train", micro_batch_size=4)
-        run = dpo_cases.trainer(tmp_path, callbacks=[steps])
-        run.fit(PlainDPO(str(folder / "model"), lr=1e-3, **options), source)
+        run = trainer(tmp_path, callbacks=[steps])
+        run.fit(plain_module(folder, DPOModule, **knobs), source)
         runs.append([*steps.losses, float(run.callback_metrics["val/loss"])])
     assert runs[1] == pytest.approx(runs[0], rel=2e-6)
     assert len(list((tmp_path / "cache").iterdir())) == 3  # two sources, and the validation data
 
 
 def test_adapters_switched_off_are_the_reference_and_only_they_are_trained(folder: Path) -> None:
-    run = dpo_cases.fit(folder, module={"ref_model": None, "lora": {"rank": 4}, "loss_type": "sigmoid", "lr": 0.5})
+    knobs = {"ref_model": None, "lora": {"rank": 4}, "loss_type": "sigmoid", "lr": 0.5}
+    run = fit(folder, DPOModule, knobs=knobs)
     assert run.logged[0]["rewards/margins"] == 0.0  # exactly: policy and reference are the same numbers
     assert run.losses[0] == pytest.approx(math.log(2), abs=1e-7)
     assert run.losses[-1] < run.losses[0]
@@ -129,28 +141,6 @@ def test_adapters_switched_off_are_the_reference_and_only_they_are_trained(folde
     for name, tensor in run.weights.items():
         if "lora_" not in name:
             assert torch.equal(tensor, start[name.replace("base_layer.", "")])
-
-
-def test_a_stopped_run_goes_on_bit_for_bit_without_the_log_probs_that_were_computed_before(
-    folder: Path, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"ref_model": None, **dpo_cases.computed(tmp_path / "cache")}
-
-    def run(epochs: int, **arguments: Any) -> DPOModule:
-        module = DPOModule(str(folder / "model"), lr=1e-3, **options)
-        saving = [ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)]
-        fitted = dpo_cases.trainer(
-            tmp_path, max_epochs=epochs, callbacks=saving, enable_checkpointing=True, accumulate_grad_batches=2
-        )
-        fitted.fit(module, dpo_cases.data(folder, 4), **arguments)
-        return module
-
-    straight = run(2)
-    for file in (tmp_path / "cache").iterdir():  # computed again, by a model that is loaded for it
-        file.unlink()
-    resumed = run(2, ckpt_path=str(tmp_path / "epoch=0.ckpt"))
-    for name, tensor in straight.policy.state_dict().items():
-        assert torch.equal(tensor, resumed.policy.state_dict()[name]), name
 
 
 # --------------------------------------------------------------------------------------------------------- the losses
@@ -211,7 +201,7 @@ def test_values_gradients_and_metrics_are_trls(case: dict[str, Any]) -> None:
 def test_weights_of_wpo_are_those_of_the_whole_vocabulary(folder: Path) -> None:
     module = DPOModule(str(folder / "model"), use_weighting=True)
     module.configure_model()
-    source = dpo_cases.data(folder, 4, tokenizer=module.tokenizer)
+    source = data(folder, DPOModule, tokenizer=module.tokenizer)
     source.setup()
     batch = collate_preferences([source.examples[row] for row in range(6)])
     with torch.no_grad():
@@ -265,7 +255,7 @@ def test_a_function_with_arguments_of_its_own_is_given_in_yaml_and_remembered(
 
 
 def test_a_micro_batch_without_pairs_trains_nothing(folder: Path) -> None:
-    source = dpo_cases.data(folder, 4)
+    source = data(folder, DPOModule)
     for loss_type in ("sigmoid", "aot"):
         module = DPOModule(str(folder / "model"), loss_type=loss_type)
         source.tokenizer = module.tokenizer
@@ -278,29 +268,16 @@ def test_a_micro_batch_without_pairs_trains_nothing(folder: Path) -> None:
         assert all(p.grad is None or not p.grad.any() for p in module.policy.parameters())
 
 
-# ----------------------------------------------------------------------------------------------------------- learning
-
-
-def test_the_margin_goes_to_the_log_odds_of_the_preferences(folder: Path, tmp_path: Path) -> None:
-    """Three of four prefer x to y: the best policy has σ(β h) = 3/4, so β h = log 3 (Bradley-Terry)."""
-    rows = [{"prompt": "x or y? ", "chosen": "x", "rejected": "y"}] * 3
-    rows += [{"prompt": "x or y? ", "chosen": "y", "rejected": "x"}]
-    source = PreferenceDataModule(
-        rows, validation_data=rows[:1], validation_split="train", micro_batch_size=4, shuffle=False
-    )
-    module = DPOModule(str(folder / "model"), lr=3e-3, beta=0.5)
-    run = dpo_cases.trainer(tmp_path, max_epochs=80, check_val_every_n_epoch=80)
-    run.fit(module, source)
-    assert float(run.callback_metrics["val/rewards/margins"]) == pytest.approx(math.log(3), abs=0.02)
-    assert float(run.callback_metrics["val/rewards/accuracies"]) == 1.0
-    ((predicted,),) = [run.predict(module, source.val_dataloader())]
-    assert float(predicted["rewards/chosen"] - predicted["rewards/rejected"]) == pytest.approx(math.log(3), abs=0.02)
-
-
-def test_predictions_are_in_the_order_of_the_rows(folder: Path, tmp_path: Path) -> None:
+def test_predictions_are_in_the_order_of_the_rows_and_what_validation_measures(folder: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "x or y? ", "chosen": "x" * (1 + 5 * n % 7), "rejected": "y" * n} for n in range(1, 6)]
-    module, run = DPOModule(str(folder / "model"), reference_free=True), dpo_cases.trainer(tmp_path)
+    module, run = plain_module(folder, DPOModule), trainer(tmp_path)
     parts = [run.predict(module, PreferenceDataModule(order, micro_batch_size=2)) for order in (rows, rows[::-1])]
-    there, back = (torch.cat([part["logps/chosen"] for part in predicted]) for predicted in parts)
-    assert there.shape == (5,)
-    torch.testing.assert_close(back.flip(0), there)
+    there, back = ({name: torch.cat([part[name] for part in one]) for name in one[0]} for one in parts)
+    assert there["logps/chosen"].shape == (5,)
+    for name, values in there.items():
+        torch.testing.assert_close(back[name].flip(0), values)
+    source = PreferenceDataModule(rows, validation_data=rows, validation_split="train", micro_batch_size=5)
+    margins = there["rewards/chosen"] - there["rewards/rejected"]
+    (found,) = run.validate(module, source, verbose=False)
+    assert found["val/rewards/margins"] == pytest.approx(float(margins.mean()), rel=1e-5)
+    assert found["val/rewards/accuracies"] == pytest.approx(float((margins > 0).float().mean()))

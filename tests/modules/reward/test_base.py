@@ -1,78 +1,130 @@
-"""What reward models and process reward models share: the loop by hand, validation on ranks, LoRA, saving."""
+"""What reward models and process reward models share: validation on ranks, LoRA, saving. Also what is theirs alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rl_runs import RANKS
 from strategies import ranks
+from transformers import AutoModelForTokenClassification
 
-from modules import scalar_cases
-from modules.data_runs import folder_of
-from modules.scalar_cases import KINDS
+from modules.data_runs import ROWS, data, fit, folder_of, plain_module, trainer
+from rlhfkit import ProcessRewardModule, RewardModule
 from rlhfkit.models import LoRA
+from rlhfkit.models.forward import unwrap
 from rlhfkit.models.lora import has_adapter
+from rlhfkit.modules.reward.base import Calibration
 
-folder = folder_of(scalar_cases.prepare)
+folder = folder_of()
+both = pytest.mark.parametrize("kind", [RewardModule, ProcessRewardModule])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_is_the_loop_by_hand(folder: Path, kind: str) -> None:
-    start = scalar_cases.module(folder, kind)
-    start.configure_model()
-    losses, weights = scalar_cases.by_hand(folder, kind, start.save_pretrained(folder / f"{kind} start"))
-    seen, module = scalar_cases.fit(folder, kind, 2, precision="64-true")
-    # Llama's norms round to float32 in any precision, and padded or packed the last bits in front of them differ.
-    assert seen == pytest.approx(losses, rel=3e-6)
-    for name, tensor in module.policy.model.state_dict().items():
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-6)
+def on_ranks(folder: Path, model: str) -> dict[str, Any]:
+    """What one rank runs: both kinds at ZeRO 3, which are saved, and a validation, in one process group."""
+    shared: dict[str, Any] = {"ranks": RANKS, "strategy": "rlhf_zero3", "num_nodes": 1}
+    for kind, accumulate in ((RewardModule, 1), (ProcessRewardModule, 2)):
+        made = fit(Path(model), kind, accumulate, **shared).module
+        made.save_pretrained(folder / kind.__name__)
+    made = plain_module(Path(model), RewardModule)
+    run = trainer(Path(model), devices=RANKS, strategy="ddp", num_nodes=1)
+    source = data(Path(model), RewardModule, 3, validated=True)
+    return run.validate(made, source, verbose=False)[0] | {"constants": made.constants}
 
 
 @pytest.mark.distributed
 def test_two_ranks_validate_and_save_as_one(folder: Path, tmp_path: Path) -> None:
-    reports = ranks.run("modules.scalar_cases:on_ranks", 2, tmp_path, model=str(folder))
-    module = scalar_cases.module(folder, "reward")
-    source = scalar_cases.data(folder, "reward", 14, validation_data=str(folder / "reward.jsonl"))
-    alone = scalar_cases.trainer(folder).validate(module, source, verbose=False)[0]
+    reports = ranks.run("modules.reward.test_base:on_ranks", 2, tmp_path, model=str(folder))
+    module = plain_module(folder, RewardModule)
+    alone = trainer(folder).validate(module, data(folder, RewardModule, ROWS, validated=True), verbose=False)[0]
     for report in reports:
         assert module.constants == pytest.approx(report.pop("constants"), rel=1e-5)
         assert report == pytest.approx(alone, rel=1e-5)
-    for kind in KINDS:  # what two ranks of ZeRO stage 3 have saved is what one rank has trained
-        saved = scalar_cases.module(folder, kind)
-        saved.model_name = str(folder / f"{kind} of two ranks")
+    for kind in (RewardModule, ProcessRewardModule):  # what two ranks have saved is what one rank has trained
+        saved = plain_module(folder, kind, model=str(tmp_path / kind.__name__))
         saved.configure_model()
-        _, trained = scalar_cases.fit(folder, kind, 1)
+        trained = fit(folder, kind).weights
         for name, tensor in saved.policy.state_dict().items():
-            torch.testing.assert_close(tensor, trained.policy.state_dict()[name], rtol=1e-4, atol=2e-5)
+            torch.testing.assert_close(tensor, trained[name], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@both
 @pytest.mark.long
-def test_adapters_and_head_train_and_are_saved_merged(folder: Path, tmp_path: Path, kind: str) -> None:
-    lora = LoRA(rank=4, alpha=8)
-    straight = scalar_cases.module(folder, kind, lora=lora)
-    source = scalar_cases.data(folder, kind, 4, validation_data=str(folder / f"{kind}.jsonl"))
-    run = scalar_cases.trainer(tmp_path, max_epochs=4)
-    run.fit(straight, source)
+def test_adapters_and_head_train_and_are_saved_merged(folder: Path, tmp_path: Path, kind: type) -> None:
+    knobs: dict[str, Any] = {"lora": LoRA(rank=4, alpha=8)}
+    straight, start = fit(folder, kind, knobs=knobs, max_epochs=4).module, plain_module(folder, kind, **knobs)
     trained = {name for name, parameter in straight.policy.named_parameters() if parameter.requires_grad}
     assert {name for name in trained if ".lora_" not in name} == {
         name for name, _ in straight.policy.named_parameters() if name.startswith("model.score.")
     }
-    fresh = scalar_cases.module(folder, kind)
-    fresh.model_name = str(straight.save_pretrained(tmp_path / "saved"))
-    fresh.configure_model()
+    fresh = plain_module(folder, kind, model=str(straight.save_pretrained(tmp_path / "saved")))
+    for module in (fresh, start):
+        module.configure_model()
     assert not has_adapter(fresh.policy)
-    start = scalar_cases.module(folder, kind, lora=lora)
-    start.configure_model()
-    batch = next(iter(source.val_dataloader()))
+    source = data(folder, kind)
+    trainer(folder).predict(straight, source)
+    batch = next(iter(source.predict_dataloader()))
     torch.testing.assert_close(fresh.scores(batch), straight.scores(batch), rtol=1e-4, atol=1e-5)
     assert (start.scores(batch) - straight.scores(batch)).abs().max() > 0.05
 
-    first = scalar_cases.trainer(tmp_path, max_epochs=2)
-    first.fit(scalar_cases.module(folder, kind, lora=lora), source)
-    first.save_checkpoint(tmp_path / "lora.ckpt")
-    resumed = scalar_cases.module(folder, kind, lora=lora)
-    scalar_cases.trainer(tmp_path, max_epochs=4).fit(
-        resumed, source, ckpt_path=tmp_path / "lora.ckpt", weights_only=True
+
+def test_a_saved_process_model_is_a_token_classifier_whose_label_1_is_good(folder: Path, tmp_path: Path) -> None:
+    source, module = data(folder, ProcessRewardModule, validated=True), plain_module(folder, ProcessRewardModule)
+    run = trainer(tmp_path)
+    run.fit(module, source)
+    saved = AutoModelForTokenClassification.from_pretrained(module.save_pretrained(tmp_path / "saved")).eval()
+    squares = []
+    for batch in source.val_dataloader():
+        expected = saved(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits.softmax(-1)[..., 1]
+        found = torch.cat(module.predict_step(batch, 0))
+        torch.testing.assert_close(found, expected[batch.step_ends], rtol=1e-5, atol=1e-6)
+        squares.append((found - batch.labels[batch.loss_mask]).square())
+    assert run.callback_metrics["val/brier"] == pytest.approx(float(torch.cat(squares).mean()), rel=1e-4)
+    assert unwrap(module.policy).config.pad_token_id == 0  # not that of the end of a sequence
+
+
+def test_mean_and_deviation_of_validation_rewards_are_saved_and_normalise(folder: Path, tmp_path: Path) -> None:
+    module, source, run = (
+        plain_module(folder, RewardModule),
+        data(folder, RewardModule, 5, validated=True),
+        trainer(tmp_path),
     )
-    for name, parameter in resumed.policy.named_parameters():
-        assert torch.equal(parameter, straight.policy.get_parameter(name)), name
+    run.fit(module, source)
+    batches = list(source.val_dataloader())
+    raw = torch.cat([module.scores(batch).detach() for batch in batches])
+    assert len(raw) == 2 * ROWS
+    assert module.constants == pytest.approx((float(raw.mean()), float(raw.std())), rel=1e-5)
+    assert run.callback_metrics["val/reward_mean"] == pytest.approx(float(raw.mean()), rel=1e-5)
+    gap = raw[::2] - raw[1::2]
+    squares = (gap.abs().sigmoid() - (gap > 0).float()).square()  # of the chance of the larger reward
+    assert run.callback_metrics["val/brier"] == pytest.approx(float(squares.mean()), rel=1e-5)
+    assert run.callback_metrics["val/accuracy"] == pytest.approx(float((gap > 0).float().mean()))
+    normalized = torch.cat([module.predict_step(batch, 0) for batch in batches])
+    assert float(normalized.mean()) == pytest.approx(0.0, abs=1e-5)
+    assert float(normalized.std()) == pytest.approx(1.0, rel=1e-5)
+
+    saved = str(module.save_pretrained(tmp_path / "saved"))
+    again = plain_module(folder, RewardModule, model=saved)
+    again.configure_model()
+    assert again.constants == pytest.approx(module.constants)
+    torch.testing.assert_close(again.predict_step(batches[0], 0), module.predict_step(batches[0], 0))
+    trainer(tmp_path, max_epochs=1).fit(again, data(folder, RewardModule))  # without validation
+    assert again.constants is None  # those it was loaded with are of another model
+
+
+def test_calibration_is_the_sum_over_bins() -> None:
+    """Two bins by hand: 0.9 claimed four times and true three times, 0.6 claimed twice and true both times."""
+    probability = torch.tensor([0.92, 0.92, 0.92, 0.92, 0.62, 0.62])
+    outcome = torch.tensor([1, 1, 1, 0, 1, 1])
+    whole, parts = Calibration(), [Calibration(), Calibration()]
+    whole.add(probability, outcome)
+    for part, rows in zip(parts, (slice(0, 2), slice(2, 6)), strict=True):
+        part.add(probability[rows], outcome[rows])
+    ece = (4 * abs(0.92 - 0.75) + 2 * abs(0.62 - 1)) / 6
+    brier = (3 * 0.08**2 + 0.92**2 + 2 * 0.38**2) / 6
+    assert whole.metrics() == pytest.approx({"accuracy": 5 / 6, "ece": ece, "brier": brier})
+    parts[0].sums += parts[1].sums
+    assert parts[0].metrics() == pytest.approx(whole.metrics())
+    certain = Calibration()
+    certain.add(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))
+    assert certain.metrics() == {"accuracy": 1.0, "ece": 0.0, "brier": 0.0}

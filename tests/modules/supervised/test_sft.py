@@ -1,59 +1,20 @@
-"""SFTModule and DFTModule against loops written by hand."""
+"""SFTModule: its rates, predictions and metrics; what it learns: ``test_loops_by_hand.py``."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from plain_sgd import PlainSGD
-from tiny_models import tiny_tokenizer
-from torch import Tensor
 
-from modules.data_runs import answer_logprobs, by_sgd, exact, folder_of, texts, trainer
-from rlhfkit import DFTModule, DPOModule, Optimization, PreferenceDataModule, SFTDataModule, SFTModule
-from rlhfkit.modules.parts.fine_tuning import TokenMetrics
+from modules.data_runs import ROWS, answer_logprobs, data, fit, folder_of, trainer
+from rlhfkit import DPOModule, Optimization, PreferenceDataModule, SFTModule
+from rlhfkit.data.batch import TokenExample, collate_tokens
+from rlhfkit.models import load_causal_lm
+from rlhfkit.modules.parts.fine_tuning import NEFTune, TokenMetrics
 
-folder = folder_of(texts)
-
-
-def data(folder: Path, size: int, **arguments: Any) -> SFTDataModule:
-    return SFTDataModule(str(folder / "data.jsonl"), micro_batch_size=size, max_length=64, **arguments)
-
-
-def by_hand(folder: Path, *, dynamic: bool = False) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of two epochs of full-batch SGD on the mean over completion tokens, one text at a time."""
-    source, model = data(folder, 24, tokenizer=tiny_tokenizer()), exact(folder / "model")
-    source.setup()
-
-    def loss_of(rows: list[Any]) -> Tensor:
-        logprobs = torch.cat([answer_logprobs(model, row) for row in rows])
-        return -(logprobs * logprobs.exp().detach() if dynamic else logprobs).mean()
-
-    return by_sgd(model, source.examples, loss_of, size=24, lr=0.1), model.state_dict()
-
-
-@pytest.mark.parametrize("kind", [SFTModule, DFTModule])
-def test_training_is_the_loop_by_hand(folder: Path, kind: type[SFTModule]) -> None:
-    losses, expected = by_hand(folder, dynamic=kind is DFTModule)
-    module = type("Plain", (PlainSGD, kind), {})(str(folder / "model"), lr=0.1)
-    run = trainer(folder, accumulate_grad_batches=3)
-    run.fit(module, data(folder, 8))
-    assert run.global_step == 2
-    assert losses[1] != losses[0]
-    for name, tensor in module.policy.state_dict().items():
-        torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-4, atol=2e-6)
-
-
-def test_a_saved_model_is_loaded_by_transformers_as_it_is(folder: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    module = SFTModule(str(folder / "model"), lr=1e-3)
-    trainer(folder, max_epochs=1).fit(module, data(folder, 8))
-    saved = AutoModelForCausalLM.from_pretrained(module.save_pretrained(tmp_path / "saved"))
-    for name, tensor in module.policy.state_dict().items():
-        assert torch.equal(tensor, saved.state_dict()[name])
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("12")["input_ids"] == tiny_tokenizer()("12")["input_ids"]
+folder = folder_of()
 
 
 def test_learning_rate_warms_up_and_decays_per_update(folder: Path) -> None:
@@ -64,20 +25,17 @@ def test_learning_rate_warms_up_and_decays_per_update(folder: Path) -> None:
             seen.append(trainer.optimizers[0].param_groups[0]["lr"])
 
     module = SFTModule(str(folder / "model"), lr=1.0, optimization=Optimization(warmup_steps=2, lr_schedule="linear"))
-    trainer(folder, callbacks=[Keep()]).fit(module, data(folder, 6))
+    trainer(folder, callbacks=[Keep()]).fit(module, data(folder, SFTModule, 4))
     expected = [0.5, 1.0] + [1 - step / 6 for step in range(1, 7)]
     assert seen == pytest.approx(expected)
 
 
 def test_prediction_gives_the_log_probs_of_each_completion(folder: Path) -> None:
-    source = data(folder, 24, validation_data=str(folder / "data.jsonl"), validation_split="train")
-    module = SFTModule(str(folder / "model"))
-    trainer(folder).validate(module, source, verbose=False)
-    batches = list(source.val_dataloader())
-    rows = [row for batch in batches for row in module.predict_step(batch, 0)]
-    together = torch.cat(rows)
-    assert len(rows) == 24
-    assert float(-together.mean()) == pytest.approx(by_hand(folder)[0][0], rel=1e-5)
+    source, module = data(folder, SFTModule, 3), SFTModule(str(folder / "model"))
+    found = [row for batch in trainer(folder).predict(module, source) for row in batch]
+    assert len(found) == ROWS
+    for row, logprobs in enumerate(found):
+        torch.testing.assert_close(logprobs, answer_logprobs(module.policy, source.examples[row]))
 
 
 def test_rejected_answers_are_not_imitated_and_other_mistaken_data_is_refused(folder: Path) -> None:
@@ -85,19 +43,18 @@ def test_rejected_answers_are_not_imitated_and_other_mistaken_data_is_refused(fo
     with pytest.raises(TypeError, match="SFTModule learns from TokenBatch, got PreferenceBatch"):
         trainer(folder).fit(SFTModule(str(folder / "model")), pairs)
     with pytest.raises(TypeError, match="DPOModule learns from PreferenceBatch, got TokenBatch"):
-        trainer(folder).fit(DPOModule(str(folder / "model")), data(folder, 2))
+        trainer(folder).fit(DPOModule(str(folder / "model")), data(folder, SFTModule, 2))
 
 
 def test_token_accuracy_and_entropy_are_those_of_dense_logits(folder: Path) -> None:
     """Of all trained tokens, however they are split; the loss is what it is without."""
-    held_out = {"validation_data": str(folder / "data.jsonl"), "validation_split": "train"}
     found, weights = {}, {}
     for more in (True, False):
         module = SFTModule(
             str(folder / "model"), lr=0.1, optimization=Optimization(optimizer="sgd"), parts=[TokenMetrics()] * more
         )
         run = trainer(folder, max_epochs=1, accumulate_grad_batches=4)
-        run.fit(module, data(folder, 6, **held_out))
+        run.fit(module, data(folder, SFTModule, 4, validated=True))
         found[more], weights[more] = dict(run.callback_metrics), module.policy.state_dict()
         if more:
             with torch.no_grad():
@@ -117,3 +74,29 @@ def test_token_accuracy_and_entropy_are_those_of_dense_logits(folder: Path) -> N
     for name, tensor in weights[False].items():
         # In one pass the gradients are summed in other tiles where the entropy is computed too.
         torch.testing.assert_close(tensor, weights[True][name], rtol=1e-5, atol=1e-6)
+
+
+def test_noise_is_uniform_in_the_papers_range_and_only_in_training(folder: Path) -> None:
+    """It is the same in a resumed run: ``test_step_properties.py``."""
+    with_noise = fit(folder, SFTModule, knobs={"parts": [NEFTune(30.0).plain()]}).losses
+    assert abs(with_noise[0] - fit(folder, SFTModule).losses[0]) > 1e-3
+    model = load_causal_lm(str(folder / "model")).train()
+    layer: Any = model.get_input_embeddings()
+    token_ids = torch.zeros(1, 5000, dtype=torch.int64)
+    plain = layer(token_ids)
+    part, batch = NEFTune(5.0), collate_tokens([TokenExample([5] * 20, [True] * 20)])
+    module: Any = SimpleNamespace(policy=model, current_epoch=0, global_rank=0)
+    part.on_train_batch_start(Any, module, batch, 0)
+    noise = (layer(token_ids) - plain).flatten()
+    with torch.no_grad():  # of a reference
+        assert torch.equal(layer(token_ids), plain)
+    model.eval()  # of a check
+    assert torch.equal(layer(token_ids), plain)
+    model.train()
+    part.on_train_batch_end(Any, module)
+    bound = 5.0 / (20.0 * plain.shape[-1]) ** 0.5
+    assert float(noise.abs().max()) <= bound * 1.001
+    assert float(noise.abs().max()) > bound * 0.99
+    assert float(noise.mean()) == pytest.approx(0.0, abs=bound / 100)
+    assert float(noise.var()) == pytest.approx(bound**2 / 3, rel=0.02), "of a uniform distribution"
+    assert torch.equal(layer(token_ids), plain)
