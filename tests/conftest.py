@@ -46,7 +46,7 @@ def group(item: pytest.Item) -> str | None:
         return "vllm"
     if "ray_session" in fixtures:  # vllm_pool has started one; another pays where a further process has nothing to do
         return "ray" if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) > 2 else "vllm"
-    return "on_two_ranks" if "on_two_ranks" in fixtures else None  # a launch that two files share
+    return None
 
 
 def pytest_configure(config: pytest.Config) -> None:

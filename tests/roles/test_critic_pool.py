@@ -5,8 +5,10 @@ all tests.
 """
 
 import asyncio
+import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,20 +18,67 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 from modules.data_runs import trainer
-from rl_runs import setup_run
+from rl_runs import RANK, PlainGRPO, fit_run, on_all_ranks, setup_run
+from strategies import ranks
+from strategies.parity_cases import weight_difference
+from tiny_models import tiny_model
+from torch import Tensor, nn
 
-from rlhfkit import PPOModule, RunReport
+from rlhfkit import Placement, PPOModule, RunReport
 from rlhfkit.models.heads import load_scalar_model
-from rlhfkit.modules.parts import CriticWarmup
+from rlhfkit.modules.parts import CriticWarmup, Reference
 from rlhfkit.modules.parts.critic import Critic, ValueLoss
 from rlhfkit.roles import CriticPool, CriticPoolError, critic_pool
 from rlhfkit.roles.critic_desk import CriticDesk
 from rlhfkit.roles.critic_pool import STRATEGIES, _Ranks
 from rlhfkit.roles.critic_rank import CriticLoader, CriticWork, Request, merge_requests
-
-from .critic_ranks import CRITIC, KillOf, MomentumPPO, SaveAt, differences, weights
+from rlhfkit.strategies.checkpoint.directory import read_manifest
 
 pytestmark = pytest.mark.ray
+
+CRITIC: dict[str, Any] = {"optimizer": "sgd", "optimizer_arguments": {"momentum": 0.9}}
+"""The optimizer of ``MomentumPPO``."""
+PLAIN: dict[str, Any] = {"lr": 0.05, "critic_lr": 0.05, "kl_coef": 0.05, "parts": [ValueLoss(clip=0.05).plain()]}
+
+
+class MomentumPPO(PPOModule):
+    """PPO with SGD with momentum for policy and critic."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameter_groups(), lr=self.lr, momentum=0.9)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the weights."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+class SaveAt(L.Callback):
+    """Saves a checkpoint after a batch, and exports the critic."""
+
+    def __init__(self, path: Path, batch: int) -> None:
+        self.path, self.exported, self.batch, self.count = path, path.with_name("exported"), batch, 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+        if self.count == self.batch:
+            trainer.save_checkpoint(self.path)
+            pl_module.save_pretrained(self.exported, child="critic")
+
+
+class KillOf(L.Callback):
+    """Sends a signal to the last rank of a critic after a batch; from then on what is asked of it has a limit."""
+
+    def __init__(self, pool: CriticPool, batch: int, signal: int, limit: float = 3600.0) -> None:
+        self.pool, self.batch, self.signal, self.limit, self.count = pool, batch, signal, limit, 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+        if self.count == self.batch:
+            self.pool.request_timeout = self.limit
+            if trainer.global_rank == 0:
+                os.kill(self.pool.processes[-1][1], self.signal)
+
 
 ADAM: dict[str, Any] = {
     "lr": 1e-3,
@@ -56,30 +105,20 @@ def run(folder: Path, critic: CriticPool | None, *, module: Any = PPOModule, arg
     )[:3]
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> dict[str, Any]:
-    """A run with the critic in the module, and one with two ranks of its own that saves inside an optimizer step."""
-    folder = tmp_path_factory.mktemp("runs")
-    trainer, module, data = run(folder, None)
+def test_a_critic_with_two_ranks_is_the_one_in_the_module_resumes_bitwise_and_is_exported(
+    tmp_path: Path, ray_session: None
+) -> None:
+    trainer, module, data = run(tmp_path, None)
     trainer.fit(module, data)
-    report = RunReport(str(folder / "report.html"))
-    save = SaveAt(folder / "saved.ckpt", batch=9)  # of 6 an iteration: the first micro-batch of a step of the second
+    report = RunReport(str(tmp_path / "report.html"))
+    save = SaveAt(tmp_path / "saved.ckpt", batch=9)  # of 6 an iteration: the first micro-batch of a step of the second
     pool = CriticPool(num_ranks=2, strategy="rlhf_zero2")
-    placed_trainer, placed, data = run(folder, pool, callbacks=[save, report])
+    placed_trainer, placed, data = run(tmp_path, pool, callbacks=[save, report])
     placed_trainer.fit(placed, data)
-    return {
-        "folder": folder, "saved": save.path, "exported": save.exported, "pool": pool, "times": report.times,
-        "in module": (trainer, module), "placed": (placed_trainer, placed),
-    }  # fmt: skip
-
-
-def test_weights_and_metrics_are_those_of_a_critic_in_the_module(shared: dict[str, Any]) -> None:
-    (trainer, module), (placed_trainer, placed) = shared["in module"], shared["placed"]
     assert not hasattr(placed, "critic")
     assert placed_trainer.global_step == 6
-    found = differences(weights(module.critic), shared["pool"].weights)
-    assert max(found) < 1e-6
-    assert max(differences(weights(module.policy), weights(placed.policy))) < 1e-6
+    assert weight_difference(weights(module.critic), pool.weights) < 1e-6
+    assert weight_difference(weights(module.policy), weights(placed.policy)) < 1e-6
     names = [name for name in trainer.callback_metrics if name.startswith(("value/", "policy/", "grad_norm/"))]
     assert {"value/loss", "value/explained_variance", "value/clip_fraction", "grad_norm/critic"} <= set(names)
     for name in names:
@@ -87,32 +126,24 @@ def test_weights_and_metrics_are_those_of_a_critic_in_the_module(shared: dict[st
         torch.testing.assert_close(placed_trainer.callback_metrics[name], expected, rtol=1e-4, atol=1e-5)
     assert placed_trainer.callback_metrics["value/updates"] == 6
 
-
-def test_the_critics_ranks_note_when_they_work(shared: dict[str, Any]) -> None:
-    times = shared["times"]
-    critics = [one for one in times.intervals if one.lane.startswith("critic")]
+    # The critic's ranks note when they work: two iterations of three steps.
+    noted = Counter((one.lane, one.phase) for one in report.times.intervals if one.lane.startswith("critic"))
     for lane in ("critic 0", "critic 1"):
-        assert sum((one.lane, one.phase) == (lane, "update") for one in critics) == 6  # two iterations of three steps
-        assert sum((one.lane, one.phase) == (lane, "compute") for one in critics) == 2
-        assert 0 < times.busy_shares()[lane] <= 1
+        assert (noted[lane, "update"], noted[lane, "compute"]) == (6, 2)
+        assert 0 < report.times.busy_shares()[lane] <= 1
 
-
-def test_a_run_that_is_resumed_inside_a_step_is_bitwise_the_straight_one(shared: dict[str, Any]) -> None:
-    _, straight = shared["placed"]
-    pool = CriticPool(num_ranks=2, strategy="rlhf_zero2")
-    trainer, resumed, data = run(shared["folder"], pool)
-    trainer.fit(resumed, data, ckpt_path=str(shared["saved"]))
-    assert max(differences(weights(straight.policy), weights(resumed.policy))) == 0
-    assert max(differences(shared["pool"].weights, pool.weights)) == 0
-    assert not list(shared["folder"].glob(".critic-*"))  # what is written on the way is gone
-
-
-def test_the_critic_is_exported_by_its_ranks_and_after_the_fit(shared: dict[str, Any], tmp_path: Path) -> None:
-    during = load_scalar_model(str(shared["exported"]), new_head=False)
-    assert max(differences(weights(during), shared["pool"].weights)) > 0  # of an earlier step
-    _, placed = shared["placed"]
+    # It is exported by its ranks, and after the fit.
+    during = load_scalar_model(str(save.exported), new_head=False)
+    assert weight_difference(weights(during), pool.weights) > 0  # of an earlier step
     after = load_scalar_model(str(placed.save_pretrained(tmp_path / "critic", child="critic")), new_head=False)
-    assert max(differences(weights(after), shared["pool"].weights)) == 0
+    assert weight_difference(weights(after), pool.weights) == 0
+
+    again = CriticPool(num_ranks=2, strategy="rlhf_zero2")
+    trainer, resumed, data = run(tmp_path, again)
+    trainer.fit(resumed, data, ckpt_path=str(save.path))
+    assert weight_difference(weights(placed.policy), weights(resumed.policy)) == 0
+    assert weight_difference(pool.weights, again.weights) == 0
+    assert not list(tmp_path.glob(".critic-*"))  # what is written on the way is gone
 
 
 def test_a_stuck_rank_is_an_error_within_the_limit_that_says_what_was_waited_for(
@@ -125,19 +156,81 @@ def test_a_stuck_rank_is_an_error_within_the_limit_that_says_what_was_waited_for
         trainer.fit(module, data)
 
 
+def with_a_reference(own: Path, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights of a run of GRPO on two ranks."""
+    _, module, _ = fit_run(
+        own,
+        module=PlainGRPO,
+        module_arguments={"lr": 0.05, "kl_coef": 0.1, **arguments},
+        data_arguments={"micro_batch_size": 4},
+        **on_all_ranks(),
+    )
+    assert hasattr(module, "reference") != bool(arguments)
+    return weights(module.policy)
+
+
+def with_critics_elsewhere(folder: Path, own: Path) -> None:
+    """The same critic for all ranks, who lose it with an error and resume; and a module that has had one."""
+
+    def run(critic: CriticPool | None, strategy: str, callbacks: Any = (), *, trained: Any = None, **fit: Any) -> Any:
+        trainer, module, data, _ = setup_run(
+            own,
+            module=MomentumPPO,
+            module_arguments=PLAIN | ({} if critic is None else {"critic": critic}),
+            data_arguments={"micro_batch_size": 4},
+            callbacks=callbacks,
+            gradient_clip_val=0.5,
+            **on_all_ranks(strategy),
+        )
+        trainer.fit(trained or module, datamodule=data, **fit)
+        return module
+
+    def pool(ranks: int, strategy: str) -> CriticPool:
+        return CriticPool(
+            str(folder / "rank0" / "model"), num_ranks=ranks, strategy=strategy, start_timeout=600.0, **CRITIC
+        )
+
+    def check(module: Any, critic: CriticPool, policy: Any, values: Any, tolerance: float) -> None:
+        """The critic's weights come back to one of the ranks."""
+        assert weight_difference(weights(policy), weights(module.policy)) <= tolerance
+        assert critic.weights is None or weight_difference(values, critic.weights) <= tolerance
+
+    expected = run(None, "ddp")
+    three, one, dying, again = pool(3, "rlhf_zero3"), *(pool(1, "rlhf_zero2") for _ in range(3))
+    check(run(three, "ddp"), three, expected.policy, weights(expected.critic), 1e-6)
+    save = SaveAt(folder / "saved.ckpt", batch=6)
+    straight = run(one, "rlhf_zero1", [save])
+    check(straight, one, expected.policy, weights(expected.critic), 1e-6)
+    saved = read_manifest(save.path)["files"].keys()
+    assert {"module/critic/manifest.json", "module/critic/rank_00000.pt"} < saved  # verified
+    straight.save_pretrained(folder / "after", child="critic")  # of both ranks together, after the fit
+    if one.weights is not None:
+        exported = load_scalar_model(str(folder / "after"), new_head=False)
+        assert weight_difference(weights(exported), one.weights) == 0
+    with pytest.raises(CriticPoolError, match="have ended with the last fit"):  # on both ranks
+        run(None, "rlhf_zero1", trained=straight)
+    with pytest.raises(CriticPoolError, match=r"the critic's ranks have failed: RankError: rank 0 of 1.*died"):
+        run(dying, "rlhf_zero1", [KillOf(dying, 2, signal.SIGKILL)], ckpt_path=str(save.path))
+    check(run(again, "rlhf_zero1", ckpt_path=str(save.path)), again, straight.policy, one.weights, 0)
+
+
+def train(folder: Path) -> None:
+    """Entry point of a training rank, with one Ray for all: a reference elsewhere, then critics."""
+    os.environ.pop("RAY_ADDRESS", None)
+    own = folder / f"rank{RANK}"  # ranks must not write the same model
+    tiny_model(own / "model")  # before there is a process group, in which rank 0 alone saves
+    placement = Placement(trainer=2, reference=2)  # rank 0 plans, and replicas read its folder
+    reference = placement.reference(str(folder / "rank0" / "model"), start_timeout=600.0)
+    plain = with_a_reference(own, {})
+    assert weight_difference(plain, with_a_reference(own, {"parts": [Reference(reference)]})) < 1e-6
+    with_critics_elsewhere(folder, own)
+
+
 @pytest.mark.distributed
-def test_two_training_ranks_have_the_same_critic_lose_it_with_an_error_and_resume(
-    on_two_ranks: list[dict[str, Any]],
+def test_two_training_ranks_have_the_same_models_elsewhere_lose_a_critic_with_an_error_and_resume(
+    tmp_path: Path,
 ) -> None:
-    for report in on_two_ranks:
-        assert report["ddp"] < 1e-6
-        assert report["deepspeed"] < 1e-6
-        assert {"module/critic/manifest.json", "module/critic/rank_00000.pt"} < set(report["files"])  # verified
-        assert "the critic's ranks have failed: RankError: rank 0 of 1" in report["error"]
-        assert "died" in report["error"]
-        assert report["resumed"] == 0
-        assert "have ended with the last fit" in report["second"]  # on both ranks, of which one has weights
-        assert report["exported"] == 0  # of both ranks together, after the fit
+    ranks.run(train, 2, tmp_path)
 
 
 def test_a_critic_that_cannot_be_placed_is_an_error(

@@ -17,12 +17,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from models.test_forward import experience
 from modules.on_policy.ppo_cases import PlainPPO
-from rl_runs import PlainGRPO, digits, fit_run, setup_run, weights
+from rl_runs import PlainGRPO, digits, fit_run, weights
 from tiny_models import tiny_model
 
 from rlhfkit import (
     Experience,
-    PPOModule,
     Prompt,
     RolloutCallback,
     Sample,
@@ -78,7 +77,10 @@ def process_of(replica: Any) -> int:
     return ray.get(replica.actor.__ray_call__.remote(lambda _: os.getpid()))
 
 
-def test_log_probs_are_those_of_the_model_in_this_process(folder: Path, pool: ModelPool) -> None:
+def test_numbers_are_those_of_the_model_in_this_process_and_replicas_share_the_requests(
+    folder: Path, pool: ModelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a student makes of likeliest tokens: ``preparation/test_placed_models.py``."""
     batch = rows()
     whole = pool.submit(batch, [torch.arange(len(batch))])
     some = pool.submit(batch, [torch.tensor([2]), torch.tensor([0])])
@@ -87,12 +89,12 @@ def test_log_probs_are_those_of_the_model_in_this_process(folder: Path, pool: Mo
     wanted[[0, 2]] = 1
     torch.testing.assert_close(some.result(), expected(folder, batch) * wanted, rtol=0, atol=1e-5)
     assert [replica.tokens for replica in pool._replicas] == [0, 0]
-
-
-def test_replicas_share_the_requests(pool: ModelPool) -> None:
-    asked = pool.submit(rows(), one_by_one(rows()))
+    monkeypatch.setattr(pool, "top", 4)
+    asked = pool.submit(batch, one_by_one(batch))
     assert {replica.name for _, replica in asked._running.values()} == {one.name for one in pool._replicas}
-    asked.result()
+    model = load_causal_lm(str(folder)).eval()
+    likeliest = likeliest_tokens(model, batch, batch.action_mask, 4, batch.temperature, chunk_size=5)
+    torch.testing.assert_close(asked.result(), likeliest, rtol=0, atol=1e-5)
 
 
 def test_a_replica_that_dies_is_started_again_and_nothing_is_lost(folder: Path, pool: ModelPool) -> None:
@@ -228,39 +230,57 @@ def kill(pool: ModelPool) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Path, ray_session: None) -> None:
-    """Replicas die in the first iteration, when they were asked about its groups, before the policy needs a number."""
-    trained = []
-    tiny_model(tmp_path / "model")
-    load_scalar_model(str(tmp_path / "model"), head_std=0.1).save_pretrained(tmp_path / "reward")
-    load_tokenizer(str(tmp_path / "model")).save_pretrained(tmp_path / "reward")
-    reward: Any = str(tmp_path / "reward")
+class NoGradient(ValueLoss):
+    """A loss that changes no critic."""
+
+    def loss(self, batch: Experience, values: torch.Tensor) -> LossOutput:
+        return LossOutput(0 * values.sum(), super().loss(batch, values).metrics)
+
+
+def test_a_run_with_all_models_elsewhere_is_the_run_with_children(tmp_path: Path, ray_session: None) -> None:
+    """Replicas die in the first iteration, when they were asked about its groups, before the policy needs a number.
+
+    Of the child that stands for the frozen critic in a pool nothing learns.
+    """
+    model, scorer = str(tiny_model(tmp_path / "model")), str(tmp_path / "scorer")
+    load_scalar_model(model, head_std=0.1).save_pretrained(scorer)
+    load_tokenizer(model).save_pretrained(scorer)
+    trained, metrics = [], []
     asked: list[int] = []
     for elsewhere in (False, True):
-        # Adam would make steps of what rounding leaves, as groups are computed apart; so would a division by it.
-        scorer = ModelPool(reward) if elsewhere else reward
-        reference = ModelPool(str(tmp_path / "model")) if elsewhere else None
-        arguments = {"lr": 0.05, "kl_coef": 0.1, "parts": [RewardModel(scorer), Reference(reference)]}
+        pools = [ModelPool(scorer), ModelPool(model), ModelPool(scorer, num_replicas=2)] if elsewhere else []
+        reward, reference, values = pools or (scorer, None, scorer)
 
         def score(samples: Any) -> list[float]:
-            if isinstance(scorer, ModelPool) and not asked:  # noqa: B023
-                pools: list[Any] = [reference, scorer]  # noqa: B023
-                asked.extend(len(pool.early.keys()) for pool in pools)
-                for pool in pools:
+            if not asked:
+                asked.extend(len(pool.early.keys()) for pool in pools)  # noqa: B023
+                for pool in pools:  # noqa: B023
                     kill(pool)
             return digits(samples)
 
+        critic = [Critic(values, bootstrap_truncated=True), *([] if elsewhere else [NoGradient()])]
+        parts = [RewardModel(reward), Reference(reference), *critic]
         rollouts = RolloutCallback(score, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-        trainer, module, _ = fit_run(tmp_path, module=PlainGRPO, module_arguments=arguments, rollouts=rollouts)
-        assert hasattr(module, "reference") != elsewhere
-        assert hasattr(module, "reward_model") != elsewhere
-        trained.append(torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()]))
-    assert asked == [32, 32]
+        arguments = {"lr": 0.05, "kl_coef": 0.1, "parts": parts}
+        trainer, module, _ = fit_run(tmp_path, module=PlainPPO, module_arguments=arguments, rollouts=rollouts)
+        assert bool(rollouts.experience.truncated.any())  # so that values of final states were asked for
+        assert {hasattr(module, name) for name in ("reference", "reward_model", "critic")} == {not elsewhere}
+        trained.append(weights(module))
+        metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    assert asked == [32] * 3
+    for name, tensor in trained[0].items():
+        torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=1e-6)
+    kept = {name for name in metrics[1] if name.startswith("value/")}
+    assert kept == {"value/mean", "value/error", "value/explained_variance"}
+    for name in kept:
+        assert metrics[1][name] == pytest.approx(metrics[0][name], abs=1e-4), name
     for name in ("reference_waited", "reference_hidden", "reward_model_waited", "reward_model_hidden"):
-        assert trainer.callback_metrics[f"time/{name}"] >= 0
-    torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=1e-6)
-    restored = PlainGRPO(**dict(module.hparams))
+        assert metrics[1][f"time/{name}"] >= 0
+    restored = PlainPPO(**dict(module.hparams))
     assert model_elsewhere(restored.parts, "reference").plain() == reference.plain()
+    assert restored.critic_part.plain() == module.critic_part.plain()
+    with pytest.raises(ValueError, match="the critic is frozen: it is still that of"):
+        module.save_pretrained(tmp_path / "saved", child="critic")
 
 
 def test_what_a_reward_model_reads_has_a_token_and_fits_its_context(tmp_path: Path, folder: Path) -> None:
@@ -329,90 +349,31 @@ def test_a_run_whose_replicas_are_all_dead_ends_with_an_error_and_can_be_resumed
 ) -> None:
     model = str(tiny_model(tmp_path / "model"))
 
-    def run(**fit: Any) -> Any:
+    plain: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1}
+
+    def run(resume: Path | None = None) -> Any:
         pool = ModelPool(model, max_restarts=0, request_timeout=3600.0)  # longer than a test may take
 
         def score(samples: Any) -> list[float]:
-            if rollouts.iteration == 1 and not fit:  # what they have answered by then is used
+            if rollouts.iteration == 1 and resume is None:  # what they have answered by then is used
                 kill(pool)
             return digits(samples)
 
         rollouts = RolloutCallback(score, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-        trainer, module, data, _ = setup_run(
+        return fit_run(
             tmp_path,
+            resume=resume,
             module=PlainGRPO,
-            module_arguments={"lr": 0.05, "kl_coef": 0.1, "parts": [Reference(pool)]},
+            module_arguments=plain | {"parts": [Reference(pool)]},
             rollouts=rollouts,
             callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)],
             enable_checkpointing=True,
             max_epochs=3,
-        )
-        trainer.fit(module, datamodule=data, **fit)
-        return module
+        )[1]
 
     with pytest.raises(ModelPoolError, match=r"no replica of .* is left .*resumed from its last checkpoint"):
         run()
-    resumed = run(ckpt_path=str(tmp_path / "epoch=0.ckpt"))
-    _, straight, _ = fit_run(tmp_path, module=PlainGRPO, module_arguments={"lr": 0.05, "kl_coef": 0.1}, max_epochs=3)
+    resumed = run(tmp_path / "epoch=0.ckpt")
+    _, straight, _ = fit_run(tmp_path, module=PlainGRPO, module_arguments=plain, max_epochs=3)
     for name, tensor in weights(straight).items():
         torch.testing.assert_close(weights(resumed)[name], tensor, rtol=0, atol=1e-6)
-
-
-def test_likeliest_tokens_are_those_of_the_model_in_this_process(
-    folder: Path, pool: ModelPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a student makes of them: ``preparation/test_placed_models.py``."""
-    batch = rows()
-    monkeypatch.setattr(pool, "top", 4)
-    found = pool.submit(batch, one_by_one(batch)).result()
-    model = load_causal_lm(str(folder)).eval()
-    wanted = likeliest_tokens(model, batch, batch.action_mask, 4, batch.temperature, chunk_size=5)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
-
-
-class NoGradient(ValueLoss):
-    """A loss that changes no critic."""
-
-    def loss(self, batch: Experience, values: torch.Tensor) -> LossOutput:
-        return LossOutput(0 * values.sum(), super().loss(batch, values).metrics)
-
-
-def test_a_frozen_critic_in_a_pool_gives_the_run_of_a_child_that_does_not_learn(
-    tmp_path: Path, ray_session: None
-) -> None:
-    trained, metrics, asked = [], [], []
-    tiny_model(tmp_path / "model")
-    load_scalar_model(str(tmp_path / "model"), head_std=0.1).save_pretrained(tmp_path / "critic")
-    critic: Any = str(tmp_path / "critic")
-    for elsewhere in (False, True):
-        pool = ModelPool(critic, num_replicas=2) if elsewhere else critic
-
-        def score(samples: Any) -> list[float]:
-            asked.append(len(pool.early.keys()) if isinstance(pool, ModelPool) else 0)  # noqa: B023
-            return digits(samples)
-
-        rollouts = RolloutCallback(score, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-        parts = [Critic(pool, bootstrap_truncated=True), *([] if elsewhere else [NoGradient()])]
-        arguments = {"lr": 0.05, "kl_coef": 0.05, "parts": parts}
-        trainer, module, _ = fit_run(tmp_path, module=PlainPPO, module_arguments=arguments, rollouts=rollouts)
-        assert bool(rollouts.experience.truncated.any())  # so that values of final states were asked for
-        assert hasattr(module, "critic") != elsewhere
-        trained.append(weights(module))
-        metrics.append({name: float(value) for name, value in trainer.callback_metrics.items() if "value/" in name})
-    assert asked[-1] == 32  # before the first reward
-    for name, tensor in trained[0].items():
-        torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=1e-6)
-    assert set(metrics[1]) == {"value/mean", "value/error", "value/explained_variance"}
-    for name, value in metrics[1].items():
-        assert value == pytest.approx(metrics[0][name], abs=1e-4), name
-    assert PPOModule(**dict(module.hparams)).critic_part.plain() == module.critic_part.plain()
-    with pytest.raises(ValueError, match="the critic is frozen: it is still that of"):
-        module.save_pretrained(tmp_path / "saved", child="critic")
-
-
-@pytest.mark.distributed
-def test_two_ranks_ask_the_replicas_that_rank_0_has_started(on_two_ranks: list[dict[str, Any]]) -> None:
-    for report in (each["reference"] for each in on_two_ranks):
-        assert report["held"] == [True, False]
-        assert report["finite"]
-        assert report["difference"] < 1e-6
