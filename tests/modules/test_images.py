@@ -133,9 +133,6 @@ def test_policy_and_critic_learn_by_reward_what_they_see(begun: tuple[SFTModule,
         rewards.append(sum(given) / len(given))
         return [one + 2.0 * (sample.prompt.answer == "r") for one, sample in zip(given, samples, strict=True)]
 
-    def watch(run: L.Trainer, module: Any) -> None:
-        mismatch.append(float(run.callback_metrics["rollout_corr/logprob_abs_diff_max"]))
-
     asked: list[int] = []
 
     class Probed(LocalEngine):
@@ -147,8 +144,9 @@ def test_policy_and_critic_learn_by_reward_what_they_see(begun: tuple[SFTModule,
         right, engine=Probed(), sampling=SamplingSpec(group_size=8, max_new_tokens=1, stop_token_ids=(69,))
     )
     module = PPOModule(str(begun[1]), lr=1e-3, critic_lr=3e-3, kl_coef=0.0, loading=SEEING)
-    callbacks = [rollouts, LambdaCallback(on_train_epoch_end=watch)]
-    run = trained(module, data, tmp_path, max_epochs=10, callbacks=callbacks)
+    name = "rollout_corr/logprob_abs_diff_max"
+    watch = LambdaCallback(on_train_epoch_end=lambda run, _: mismatch.append(float(run.callback_metrics[name])))
+    run = trained(module, data, tmp_path, max_epochs=10, callbacks=[rollouts, watch])
     assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.25, rewards
     assert len(mismatch) == 10
     assert max(mismatch) < 1e-5

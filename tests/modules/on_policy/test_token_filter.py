@@ -3,19 +3,15 @@
 Covers modules/parts/token_filters.py and correction.py.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rl_runs import PlainGRPO, ahead, digits, fit_run
-from torch import Tensor
 
-from modules.on_policy.test_base import experience
 from rlhfkit import GRPOModule, RolloutCallback, SamplingSpec
 from rlhfkit.losses import (
-    group_advantages,
     importance_weights,
     off_policy_sequence_mask,
     ppo_loss,
@@ -27,30 +23,20 @@ from rlhfkit.modules.parts import Correction
 from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy, nth_largest_of_all
 
+from .test_functions import prepared
+
 REJECTION: dict[str, Any] = {"level": "token", "divergence": "k2", "high": 0.02}
 
 
-def prepared() -> tuple[Any, Tensor, Tensor]:
-    """A batch of a later update with advantages, log-probs of the policy now, and its entropy."""
-    batch, generator = experience(), torch.Generator().manual_seed(3)
-    advantages = group_advantages(batch.rewards, batch.group)
-    batch = dataclasses.replace(batch, advantages=advantages[:, None].expand_as(batch.action_mask))
-    return (
-        batch,
-        batch.old_logprobs + 0.3 * torch.randn(6, 6, generator=generator),
-        torch.rand(6, 6, generator=generator),
-    )
-
-
 def test_a_token_that_fails_one_of_several_tests_has_weight_0_and_counts() -> None:
-    batch, logprobs, entropy = prepared()
-    mask, old, engine = batch.action_mask, batch.old_logprobs, batch.rollout_logprobs
+    batch, (logprobs, old, _, mask) = prepared()
+    engine, entropy = batch.rollout_logprobs, torch.rand(6, 6, generator=torch.Generator().manual_seed(3))
     entropies = TopEntropy(0.5)
-    batch = entropies.prepare(batch.with_columns(entropy=entropy, ref_logprobs=None))
+    batch = entropies.prepare(batch.with_columns(entropy=entropy))
     kept = {
         entropies: top_entropy_mask(entropy, mask, fraction=0.5),
-        # One answer of a negative advantage is 0.28 nats away, others are near.
-        OffPolicyMask(0.25): off_policy_sequence_mask(batch.advantages, logprobs, engine, mask, threshold=0.25),
+        # One answer is 0.107 nats away, another one 0.119, and all others are near.
+        OffPolicyMask(0.11): off_policy_sequence_mask(batch.advantages, logprobs, engine, mask, threshold=0.11),
         Rejection(**REJECTION): rejection_mask(old, engine, mask, **REJECTION),
     }
     weights = torch.stack([*kept.values()]).all(0).float()

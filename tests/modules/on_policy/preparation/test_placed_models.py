@@ -11,7 +11,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from plain_sgd import PlainSGD
 from rl_runs import PlainGRPO, ahead, digits, fit_run, weights
 from tiny_models import local_engine, tiny_model
 from torch import Tensor
@@ -21,8 +20,6 @@ from rlhfkit import (
     DynamicSampling,
     Experience,
     LocalEngine,
-    OnlineDPOModule,
-    OnPolicyDistillationModule,
     Prompt,
     RolloutCallback,
     Sample,
@@ -35,6 +32,9 @@ from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.rewards import PairwiseReward
 from rlhfkit.roles.frozen_model import EarlyRows
 from rlhfkit.rollout import GroupSampler
+
+from ..test_distillation import PlainDistillation
+from ..test_online_dpo import PlainOnlineDPO
 
 
 class Here:
@@ -74,14 +74,6 @@ class Here:
 
         def result(self, columns: int | None = None) -> Tensor:
             return self._values
-
-
-class PlainPairs(PlainSGD, OnlineDPOModule):
-    """Online DPO with SGD."""
-
-
-class PlainDistillation(PlainSGD, OnPolicyDistillationModule):
-    """On-policy distillation with SGD."""
 
 
 def run_with_child_and_elsewhere(
@@ -152,7 +144,7 @@ def test_samples_of_another_model_are_asked_about_too(tmp_path: Path) -> None:
         return RolloutCallback(PairwiseReward(first_token), group=group, sampling=sampling)
 
     _, elsewhere = run_with_child_and_elsewhere(
-        tmp_path, "reference", rollouts, {"beta": 0.4}, module=PlainPairs, max_epochs=1
+        tmp_path, "reference", rollouts, {"beta": 0.4}, module=PlainOnlineDPO, max_epochs=1
     )
     assert sum(elsewhere.sizes) == 2 * 8  # all of them early
 
