@@ -32,7 +32,9 @@ def plain(folder: Path) -> dict[str, Any]:
     return run(folder, offload=False)
 
 
-def test_phases_follow_one_another_and_the_run_is_the_same(folder: Path, plain: dict[str, Any]) -> None:
+def test_phases_follow_one_another_and_the_run_is_the_same(
+    folder: Path, plain: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """With real engines of both levels: ``rollout/remote/test_rank_memory.py``."""
     found = run(folder, offload=True, engine=Tenant(level=1))
     assert all(found[name] == plain[name] for name in SAME)
@@ -47,6 +49,7 @@ def test_phases_follow_one_another_and_the_run_is_the_same(folder: Path, plain: 
     assert metrics["memory/generate_gib"] == 0
     assert metrics["memory/train_offloaded_gib"] == metrics["memory/learn_gib"] > 3 * 300_000 / 2**30
     assert metrics["time/reload"] > 0
+    assert "needed training states" not in caplog.text  # they are back before
 
 
 def test_trainer_validate_leaves_the_weights_on_the_device(folder: Path, tmp_path: Path) -> None:
