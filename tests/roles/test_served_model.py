@@ -89,7 +89,7 @@ def test_likeliest_tokens_of_a_server_teach_what_those_of_a_loaded_teacher_do(
     for teacher in (str(folder), ServedModel.of(served.plain())):
         arguments: dict[str, Any] = {"top_k": 5, "precompute_teacher": True, "lr": 1e-3, "divergence": "reverse_kl"}
         module = DistillationModule(
-            str(tmp_path / "model"), teacher, parts=[PrecomputedTeacher(cache=str(tmp_path / "c"))], **arguments
+            str(tmp_path / "reference"), teacher, parts=[PrecomputedTeacher(cache=str(tmp_path / "c"))], **arguments
         )
         data_runs.trainer(tmp_path, max_epochs=1).fit(module, data_runs.data(tmp_path, DistillationModule))
         made.append(module)
