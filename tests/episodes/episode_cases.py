@@ -36,17 +36,19 @@ def chat_model(folder: Path, context: int = 512) -> Path:
 
 
 class Recorded:
-    """An engine that remembers every request and every answer."""
+    """An engine that remembers every request and every answer, and how many requests came in one call."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.seen: list[tuple[list[int], list[int]]] = []
+        self.calls: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         samples: list[Sample] = self.engine.generate(prompts, sampling, iteration=iteration)
+        self.calls.append(len(prompts))
         self.seen += [(sample.prompt.token_ids.tolist(), sample.token_ids.tolist()) for sample in samples]
         return samples
 
