@@ -147,7 +147,6 @@ def of_slurm(folder: Path, address: str) -> None:
 
     Rank 0 knows its GPU by UUID. Rank 1 has it as number 0 of a container, with a driver that tells UUIDs.
     """
-    import ray
     from simulated_driver import simulated_uuid
 
     from rlhfkit.gpus import ask_driver
@@ -156,6 +155,8 @@ def of_slurm(folder: Path, address: str) -> None:
     first, second = (simulated_uuid(number) for number in range(2))
     with outside_ray((f"GPU-{first}", "0"), (None, second), address) as locations:
         if locations:
+            import ray  # which reads RAY_AUTH_MODE then: with a token, the cluster's calls to this process are refused
+
             assert [rank.gpu for rank in locations] == [f"GPU-{first}", "0"]
             found = Placed(locations)
             said = {gpu: refusal(place) for gpu, place in zip(found.gpus, found.places, strict=True)}
