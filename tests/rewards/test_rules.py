@@ -142,8 +142,8 @@ def test_cosine_gives_open_r1s_numbers() -> None:
     """Its formula is ``min + (max - min) (1 + cos(π n / L)) / 2``, with both swapped for wrong answers."""
     values = {"correct_short": 1.0, "correct_long": 0.5, "wrong_short": -1.0, "wrong_long": -0.5}
     reward = CosineLength(exact_match, 1000, **values, at_limit=None)
-    for length in (1, 250, 999, 1000):
-        cosine = math.cos(length / 1000 * math.pi)
+    for length in (1, 250, 999, 1000, 1500):
+        cosine = math.cos(min(length / 1000, 1.0) * math.pi)
         right, wrong = reward([sampled(text, "5", tokens=range(length)) for text in ("5", "6")])
         assert right == pytest.approx(0.5 + 0.5 * (1.0 - 0.5) * (1.0 + cosine))
         assert wrong == pytest.approx(-0.5 + 0.5 * (-1.0 + 0.5) * (1.0 + cosine))
