@@ -26,6 +26,7 @@ from rlhfkit import (
     SamplingSpec,
 )
 from rlhfkit.callbacks import RolloutDump
+from rlhfkit.callbacks.rollout.parts import replay_buffer
 from rlhfkit.callbacks.rollout.parts.dynamic_sampling import check_part
 from rlhfkit.data import Experience
 from rlhfkit.losses import group_advantages
@@ -311,6 +312,21 @@ def test_groups_of_all_ranks_states_are_divided_and_the_newest_of_a_prompt_count
     assert [state["iteration"] for state in replay.state_dict(0)] == [1]
     replay.take(kept, group_size=3)  # the run goes on with larger groups
     assert replay.state_dict(0) == []
+
+
+@pytest.mark.parametrize(("own", "other"), [(0, 1), (1, 0), (1, 1)])
+def test_of_groups_of_a_prompt_that_two_ranks_have_the_newest_or_the_lower_ranks_stays(
+    own: int, other: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a resume by other ranks; this is rank 0, and knows the other by what that one sends."""
+    sent: list[Any] = []
+    monkeypatch.setattr(replay_buffer, "gather_objects", lambda numbers: [sent.append(numbers) or numbers])
+    there, here = (saved(ReplayBuffer(), 0, iteration) for iteration in (other, own))
+    sent.clear()
+    there.replay(collected(group(9, EQUAL)), iteration=2, version=0, seed=0)
+    monkeypatch.setattr(replay_buffer, "gather_objects", lambda numbers: [numbers, ([], sent[0][1])])
+    here.replay(collected(group(8, EQUAL)), iteration=2, version=0, seed=0)
+    assert [state["iteration"] for state in here.state_dict(0)] == ([own] if own >= other else [])
 
 
 @pytest.mark.parametrize(

@@ -192,10 +192,10 @@ def test_a_token_that_the_model_does_not_know_is_named_with_its_prompt(tmp_path:
     class Foreign(LocalEngine):
         def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
             samples = super().generate(prompts, sampling, iteration=iteration)
-            samples[5].token_ids = [*samples[5].token_ids.tolist()[:-1], 500]
+            samples[5].token_ids = [*samples[5].token_ids.tolist()[:-1], 128]
             return samples
 
     rollouts = RolloutCallback(digits, sampling=SAMPLING, engine=Foreign())
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
-    with pytest.raises(RuntimeError, match=r"Foreign returned the token 500 for prompt \d+, .* the tokens 0 to 127"):
+    with pytest.raises(RuntimeError, match=r"Foreign returned the token 128 for prompt \d+, .* the tokens 0 to 127"):
         trainer.fit(module, data)
