@@ -213,3 +213,13 @@ def test_a_run_ahead_is_trained_on_what_a_run_that_takes_turns_is_whatever_ends_
     passes = [numbered(TOTAL, seed=4)._permutation(number) for number in range(end.number + 1)]
     gone_over = [*itertools.chain.from_iterable(passes[:-1]), *passes[-1][: end.offset]]
     assert used + Counter(end.postponed) == Counter(gone_over)
+
+
+def test_groups_start_ahead_unless_what_is_drawn_depends_on_rewards_or_on_what_ends_first() -> None:
+    data, collector = Data(), GroupCollector(StreamingEngine(0), reward, Timing())  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(datamodule=data)
+    assert collector.starts_ahead(trainer)
+    collector.spare_share = 0.5
+    assert not collector.starts_ahead(trainer)
+    collector.spare_share, data.curriculum_uses_rewards = 0.0, True
+    assert not collector.starts_ahead(trainer)
