@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 _SET_DUMPABLE = 4
+_SET_CHILD_SUBREAPER = 36
 _POLL = 0.02  # seconds between two checks whether a program has ended
 
 
@@ -30,6 +31,8 @@ def runner(layers: list[str], packages: str, output_limit: int) -> Callable[[dic
     all_mine = "trainer" in layers  # every process that can be signalled from here belongs to this sandbox
     if sys.platform == "linux":  # deny the program access to this process: ptrace, /proc/.../mem, pidfd_getfd
         ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    if all_mine:  # what a program leaves behind becomes a child of this process, which can wait for its end
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     programs: list[_Program] = []
 
     def do(job: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +113,7 @@ class _Program:
         return {"text": text, "timeout": text is None and time.monotonic() >= deadline}
 
     def end(self) -> None:
-        """Kill the interpreter and the processes it has started."""
+        """Kill the interpreter and the processes it has started, and wait until they have ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
