@@ -139,7 +139,7 @@ def test_large_tensors_travel_in_pieces_and_receivers_have_them_once(monkeypatch
         with lock:
             mine = alive.setdefault(self, [])
         mine.append((StorageWeakRef(block.untyped_storage()), num_bytes))
-        allowed, deadline = 2 * capacity if num_bytes <= capacity else largest, time.monotonic() + 10
+        allowed, deadline = 2 * capacity if num_bytes <= capacity else largest, time.monotonic() + 3
         while (held := sum(size for one, size in mine if not one.expired())) > allowed:
             if time.monotonic() > deadline:
                 break
