@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
-def test_vllm_is_sent_one_token_for_each_image(
+def test_vllm_is_sent_one_token_for_each_image_and_no_tokens_of_another_processor(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     if processing_smolvlm.num2words is None:
@@ -50,6 +50,11 @@ def test_vllm_is_sent_one_token_for_each_image(
         sent = requests.sent(prompt.token_ids.tolist(), prompt.attachments)
         assert sent.token_ids == tokenizer(f"which colour? {written}").input_ids
         assert sent.encoded == [image.encoded() for image in prompt.attachments]
+    whole = prompts(path, several=False)[0]
+    ids = whole.token_ids.tolist()
+    ids.remove(image_token_id(config))  # as another processor may have it
+    with pytest.raises(RequestError, match=r"image 0 \(.*\) has \d+ tokens, which are not where they belong"):
+        requests.sent(ids, whole.attachments)
 
 
 def test_a_prompt_is_read_once_for_its_group_also_if_a_sample_is_dropped() -> None:
@@ -124,15 +129,12 @@ def check_three_syncs(engine: RolloutEngine, folder: Path) -> None:
     assert texts[:3] != texts[3:6]  # one text, two pictures
 
 
-@pytest.mark.parametrize("modality", ["vision", "both"])
-def test_an_adapter_of_the_vision_part_is_merged(folder: Path, caplog: pytest.LogCaptureFixture, modality: Any) -> None:
+def test_an_adapter_of_the_vision_part_is_merged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With what: ``tests/models/test_vision.py``."""
-    weights, pool = ModuleWeights(load_causal_lm(str(folder), lora=LoRA(rank=4, modality=modality))), VLLMPool()
-    pool.configure_weights(weights)
+    pool = VLLMPool()
+    pool.configure_weights(ModuleWeights(load_causal_lm(str(folder), lora=LoRA(rank=4, modality="both"))))
     assert pool.adapter is None
     assert "the LoRA adapter is merged at every sync: model.vision_model" in caplog.text
-    with pytest.raises(ValueError, match="is of the vision part"):
-        VLLMPool(lora="adapter").configure_weights(weights)
 
 
 @pytest.mark.vllm
@@ -192,19 +194,6 @@ def test_samples_that_run_through_a_sync_continue_with_the_new_weights_and_pictu
         for version, model in models.items():
             own = versions == version
             torch.testing.assert_close(found[own], logprobs_of(model, sample)[own], atol=EXACT, rtol=0)
-
-
-@pytest.mark.vllm
-def test_tokens_that_another_processor_wrote_are_refused(pool: SharedPool, folder: Path) -> None:
-    pool.load(ModuleWeights(load_causal_lm(str(folder))), 6)
-    whole = prompts(folder, several=False)[0]
-    token = image_token_id(load_causal_lm(str(folder)).config)
-    ids = whole.token_ids.tolist()
-    ids.remove(token)
-    with pytest.raises(RequestError, match=r"image 0 \(.*\) has 7 tokens, which are not where they belong"):
-        pool.generate([dataclasses.replace(whole, token_ids=ids)], SPEC, iteration=0)
-    with sent_as_they_are(), pytest.raises(RequestError, match=r"vLLM has read \d+ tokens of a prompt with images"):
-        pool.generate([whole], SPEC, iteration=0)
 
 
 @contextlib.contextmanager
