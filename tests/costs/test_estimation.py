@@ -87,8 +87,6 @@ def test_grpo_from_its_objects(folder: str) -> None:
     assert found.run.engine.local
     assert found.first_problem is None
     assert "every answer has 32 tokens, the limit: give answer_tokens for their mean" in found.assumptions
-    assert set(found.seconds) == {"generate", "prepare", "train"}
-    assert found.iteration_seconds == pytest.approx(sum(found.seconds.values()))
 
 
 ROLES: dict[str, tuple[Callable[[str], Any], set[str]]] = {
@@ -241,13 +239,7 @@ def test_a_report_is_a_table_and_json() -> None:
     assert found.problems[1].startswith("training GPU, train: ")
     console = Console(width=200, file=io.StringIO())
     console.print(found.table())
-    text = console.file.getvalue()
-    for wanted in ("policy: activations", "total, train", "engine: key-value cache", "Does not fit: ", "Assumed:"):
-        assert wanted in text
-    run = found.run
-    assert run.engine is not None
-    engines = run.engine.count * run.engine.tensor_parallel  # on GPUs of their own
-    assert f"GPUs in all: {run.sharding.ranks + engines}, {run.sharding.ranks} of them for training." in text
+    assert "GPUs in all: 320, 256 of them for training." in console.file.getvalue()  # 16 engines of 4 have their own
     read = json.loads(json.dumps(found.to_dict()))
     assert read["first_problem"] == found.first_problem
     assert read["peak"][TRAINING] == found.peak[TRAINING]
@@ -263,30 +255,25 @@ def test_sizes_that_contradict_are_problems(folder: str) -> None:
         assert problem in str(estimate(GRPOModule(folder), data, callback, devices=devices).first_problem)
 
 
-def test_several_teachers_and_reward_models_are_counted_each_where_it_is(folder: str) -> None:
+def test_several_models_of_a_kind_are_counted_each_where_it_is(folder: str) -> None:
     teachers = {"math": folder, "code": folder, "rest": folder}
     found = estimate(OnPolicyDistillationModule(folder, teacher=teachers), prompts(), rollouts())
     assert {"teacher", "teacher 1", "teacher 2"} <= roles(found)
-    rewards = {"a": folder, "b": ModelPool(folder), "c": folder, "d": ModelPool(folder, num_replicas=2)}
-    found = estimate(
-        GRPOModule(folder, parts=[RewardModel(rewards)]), prompts(), rollouts(engine=VLLMPool(), reward=None)
-    )
+    pool = ModelPool(folder, num_replicas=2, resources={"GPU": 2})
+    parts = [RewardModel({"a": folder, "b": ModelPool(folder), "c": folder}), Reference(pool)]
+    module = GRPOModule(folder, kl_coef=0.1, parts=parts)
+    found = estimate(module, prompts(), rollouts(engine=VLLMPool(), reward=None))
     held = {part.role: part.bytes for part in found.memory if part.place == TRAINING and part.part == "weights"}
     assert held["reward model a"] == held["reward model c"] == pytest.approx(2 * held["policy"] / 2, rel=0.2)
-    assert {"reward model b GPU", "reward model d GPU"} <= set(found.peak)
-    assert found.run.gpus == 1 + 1 + 1 + 2
+    assert {"reward model b GPU", "reference GPU"} <= set(found.peak)
+    assert found.to_dict()["gpus"] == found.run.gpus == 1 + 1 + 1 + 4
 
 
-def test_models_in_pools_have_their_gpus_and_their_bytes_there(folder: str) -> None:
-    callback = rollouts(engine=VLLMPool())
-    pool = ModelPool(folder, num_replicas=2, resources={"GPU": 2})
-    found = estimate(GRPOModule(folder, kl_coef=0.1, parts=[Reference(pool)]), prompts(), callback)
-    assert found.to_dict()["gpus"] == 1 + 1 + 4
-    assert "reference GPU" in found.peak
+def test_a_critic_in_a_pool_has_its_gpus_and_its_bytes_there(folder: str) -> None:
     frozen = ModelPool(folder, resources={"GPU": 2})
     trained = CriticPool(num_ranks=2, strategy="rlhf_zero3")
     for critic, has_optimizer in ((frozen, False), (trained, True)):
-        found = estimate(PPOModule(folder, kl_coef=0, critic=critic), prompts(), callback)
+        found = estimate(PPOModule(folder, kl_coef=0, critic=critic), prompts(), rollouts(engine=VLLMPool()))
         assert found.run.critic is None
         assert found.run.gpus == 1 + 1 + 2
         parts = {part.part: part.bytes for part in found.memory if part.place == "critic GPU"}

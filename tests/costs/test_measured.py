@@ -3,28 +3,15 @@
 The long version, larger and with more cases, is ``benchmarks/estimate.py``. Covers benchmarks/estimate.py.
 """
 
-import importlib.util
-import sys
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from strategies import ranks
 
-
-def benchmark() -> ModuleType:
-    """``benchmarks/estimate.py`` as a module, also in ranks."""
-    name, path = "benchmark_of_estimates", Path(__file__).parents[2] / "benchmarks" / "estimate.py"
-    specification = importlib.util.spec_from_file_location(name, path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(specification)  # dataclasses look it up there
-    specification.loader.exec_module(module)
-    return module
-
-
-script = benchmark()
+script = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "estimate.py")))
 SMALL: dict[str, Any] = {"hidden": 192, "layers": 3, "vocabulary": 1024, "length": 128}
 TOLERANCE = 0.15
 ALONE = {
@@ -54,24 +41,17 @@ def test_one_process_needs_what_is_estimated(name: str, tmp_path: Path) -> None:
     assert max(map(abs, errors.values())) <= TOLERANCE, errors
 
 
-def measure_all(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+def measure_all(folder: Path) -> list[dict[str, float]]:
     """Measured bytes of each case on this rank."""
-    return [script.measured(script.Case(**case), folder / str(index)) for index, case in enumerate(cases)]
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, float]]]:
-    """Measured bytes of all cases on each of two ranks, in one launch."""
-    folder = tmp_path_factory.mktemp("measured")
-    cases = [SMALL | case for case in TOGETHER.values()]
-    return ranks.run("costs.test_measured:measure_all", 2, folder, cases=cases)
+    return [
+        script.measured(script.Case(**SMALL | case), folder / str(number))
+        for number, case in enumerate(TOGETHER.values())
+    ]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", TOGETHER)
-def test_each_of_two_ranks_needs_what_is_estimated(name: str, reports: list[list[dict[str, float]]]) -> None:
-    case, index = script.Case(**(SMALL | TOGETHER[name])), list(TOGETHER).index(name)
-    parts = reports[0][index]
-    found = {part: max(report[index][part] for report in reports) for part in parts}
-    errors = script.errors(script.estimated(case), found)
-    assert max(map(abs, errors.values())) <= TOLERANCE, errors
+def test_each_of_two_ranks_needs_what_is_estimated(tmp_path: Path) -> None:
+    for name, *reports in zip(TOGETHER, *ranks.run("costs.test_measured:measure_all", 2, tmp_path), strict=True):
+        found = {part: max(report[part] for report in reports) for part in reports[0]}
+        errors = script.errors(script.estimated(script.Case(**SMALL | TOGETHER[name])), found)
+        assert max(map(abs, errors.values())) <= TOLERANCE, (name, errors)

@@ -52,14 +52,7 @@ def test_a_run_of_own_samples_logs_rates_memory_and_the_time_left(tmp_path: Path
     trainer.fit(module, data)
     first, last = kept.logged
     for one in kept.logged:
-        for name in (
-            "trained_tokens_per_s",
-            "generated_tokens_per_s",
-            "tokens_per_s",
-            "samples_per_s",
-            "gflops_per_rank",
-        ):
-            assert one[f"perf/{name}"] > 0
+        assert min(one[f"perf/{name}"] for name in ("trained_tokens_per_s", "samples_per_s", "gflops_per_rank")) > 0
         assert one["memory/process_gib"] > 0.1
         assert "perf/hidden_s" not in one  # nothing is sampled beside learning
     assert first["perf/hours_left"] > 0
@@ -72,7 +65,7 @@ def test_a_run_of_own_samples_logs_rates_memory_and_the_time_left(tmp_path: Path
     assert last["perf/tokens_per_s"] == pytest.approx(last["perf/samples_per_s"] * generated / rows, rel=1e-4)
 
 
-def test_operations_are_those_of_what_is_trained_by_the_seconds_of_learning(
+def test_operations_are_those_of_what_is_trained_by_the_seconds_of_learning_and_the_gpus_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(throughput, "time", Clock())
@@ -80,13 +73,17 @@ def test_operations_are_those_of_what_is_trained_by_the_seconds_of_learning(
         Throughput(every_n_steps=0)
     folder, kept = str(tiny_model(tmp_path / "model")), Kept()
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
-    run = data_runs.trainer(tmp_path, max_epochs=1, callbacks=[Throughput(every_n_steps=2), kept])
+    meter = Throughput(every_n_steps=2)
+    run = data_runs.trainer(tmp_path, max_epochs=1, callbacks=[meter, kept])
     run.fit(SFTModule(folder), SFTDataModule(rows, micro_batch_size=4))
     (logged,) = kept.logged  # one measurement of two steps; began, learning since, now: a second between each two
     assert logged["perf/trained_tokens_per_s"] == kept.tokens
     assert logged["perf/samples_per_s"] == kept.rows / 2
     work = train_flops(model_shape(folder), kept.tokens, kept.squares / kept.tokens, gradient_checkpointing=False)
     assert logged["perf/gflops_per_rank"] == pytest.approx(work / 1e9, rel=1e-6)
+    meter._gpu = gpu_named("NVIDIA H100 80GB HBM3")
+    rank = {"tokens": float(kept.tokens), "squares": float(kept.squares), "learn": 2.0}
+    assert meter._arithmetic([rank, rank]) == {"perf/mfu": pytest.approx(work / 2 / 989e12)}
 
 
 def test_work_of_ranks_is_added_up_and_the_slowest_one_counts() -> None:
@@ -112,30 +109,15 @@ def test_work_of_ranks_is_added_up_and_the_slowest_one_counts() -> None:
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("NVIDIA H100 NVL", "H100-NVL"),
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA B200", "B200"),
-        ("AMD Instinct MI300X", "MI300X"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("NVIDIA L40", None),
-        ("Tesla T4", None),
     ],
 )
 def test_gpus_are_found_by_the_drivers_name(device: str, name: str | None) -> None:
     found = gpu_named(device)
     assert (found and found.name) == name
-
-
-def test_utilization_is_of_the_gpus_rate() -> None:
-    measured = Throughput()
-    one = {"tokens": 10.0, "squares": 100.0, "learn": 2.0}
-    measured._shapes = {"policy": SimpleNamespace()}  # type: ignore[dict-item]
-    measured._gpu = gpu_named("NVIDIA H100 80GB HBM3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(throughput, "train_flops", lambda *given, **others: 989e12)
-        assert measured._arithmetic([one, one]) == {"perf/mfu": 0.25}
 
 
 def test_the_load_of_an_engine_is_that_since_it_was_last_asked() -> None:
