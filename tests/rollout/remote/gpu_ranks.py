@@ -184,7 +184,7 @@ def of_ray() -> None:
 
 
 def start_a_cluster() -> None:
-    """A Ray node that declares four GPUs; ranks of its own when asked, and it waits for others until stdin ends."""
+    """A Ray node that declares four GPUs, for others until stdin ends, and then for two ranks of its own."""
     import ray
 
     from rlhfkit.strategies.ray.launcher import RayLauncher
@@ -195,12 +195,11 @@ def start_a_cluster() -> None:
     )  # fmt: skip
     ray._private.worker._global_node.kill_log_monitor()  # nobody wants the logs
     print(f"address {ray.get_runtime_context().gcs_address}", flush=True)
-    for line in sys.stdin:
-        RayLauncher(
-            num_ranks=int(line), num_nodes=1, resources_per_rank={"CPU": 1.0, "GPU": 1.0}, device="cuda", timeout=100,
-            return_weights=False,
-        ).launch(of_ray)  # fmt: skip
-        print("address of no other", flush=True)
+    sys.stdin.read()
+    RayLauncher(
+        num_ranks=2, num_nodes=1, resources_per_rank={"CPU": 1.0, "GPU": 1.0}, device="cuda", timeout=100,
+        return_weights=False,
+    ).launch(of_ray)  # fmt: skip
     ray.shutdown()
 
 

@@ -7,7 +7,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -121,43 +120,6 @@ def test_engines_apart_spread_over_the_machines_of_an_existing_cluster(tmp_path:
     ranks.run("rollout.remote.two_machines:place_engines", 1, tmp_path)
 
 
-class Cluster:
-    """A Ray node that declares four GPUs, which its driver knows, in a process of its own (``gpu_ranks.py``)."""
-
-    def __init__(self, driver: dict[str, str]) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        self.process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("gpu_ranks.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment | driver | {"RAY_AUTH_MODE": "disabled"},
-            text=True,
-        )
-        self.address = self.answer()
-
-    def answer(self) -> str:
-        """Its next line, among those that Ray prints."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("address "):
-                return line.split()[1]
-        raise AssertionError("the cluster's process has ended")
-
-    def ranks_of_its_own(self, count: int) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{count}\n")
-        self.process.stdin.flush()
-        self.answer()
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Shared by the tests of this file."""
-    made = Cluster(simulated_driver(tmp_path_factory.mktemp("driver"), 4))
-    yield made
-    made.process.communicate(timeout=120)
-
-
 EIGHT = {"CPU": 64.0, "GPU": 8.0}
 
 
@@ -185,15 +147,23 @@ def test_as_few_machines_as_have_room_for_equal_parts(
 class TestEnginesApart:
     """No engine computes on a GPU of a training rank's, whoever has started the ranks, on a node that declares four."""
 
-    def test_ray_that_counts_the_gpus_of_ranks_of_slurm_gives_them_to_engines_which_refuse_to_start(
-        self, cluster: Cluster, tmp_path: Path
-    ) -> None:
-        ranks.run("rollout.remote.gpu_ranks:of_slurm", 2, tmp_path, address=cluster.address)
+    def test_on_a_cluster_that_counts_all_gpus(self, tmp_path: Path) -> None:
+        """Those of ranks of Slurm it gives to engines, which refuse to start; then ranks that it starts itself ask."""
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        with subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("gpu_ranks.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment | simulated_driver(tmp_path, 4) | {"RAY_AUTH_MODE": "disabled"},
+            text=True,
+        ) as cluster:
+            assert cluster.stdout is not None
+            address = next(line.split()[1] for line in cluster.stdout if line.startswith("address "))
+            ranks.run("rollout.remote.gpu_ranks:of_slurm", 2, tmp_path, address=address)
+            cluster.communicate(timeout=120)
+        assert cluster.returncode == 0
 
     @pytest.mark.parametrize("kind", ["of_a_script", "that_see_their_own"])
     def test_from_ranks_that_start_ray_themselves(self, tmp_path: Path, kind: str) -> None:
         """Those that see their own GPU alone leave none for a Ray of theirs, which is an error."""
         ranks.run(f"rollout.remote.gpu_ranks:{kind}", 2, tmp_path)
-
-    def test_from_ranks_that_ray_has_started(self, cluster: Cluster) -> None:
-        cluster.ranks_of_its_own(2)
