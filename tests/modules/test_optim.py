@@ -22,30 +22,24 @@ pytestmark = pytest.mark.distributed
 EIGHT_BITS = importlib.util.find_spec("bitsandbytes") is not None
 ROWS = [{"prompt": f"{i}+{i}=", "completion": str(2 * i) + "y" * (i % 5)} for i in range(24)]
 """Three optimizer steps of eight rows an epoch."""
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {
-        "lr": 0.3,
-        "optimization": Optimization(
-            optimizer="sgd",
-            optimizer_arguments={"momentum": 0.9},
-            parameter_options={"embeddings": {"lr": 0.03}, "vectors": {"weight_decay": 0.0}},
-            weight_decay=0.1,
-            lr_schedule="wsd",
-            warmup_ratio=0.2,
-            min_lr_ratio=0.1,
-        ),
-    },
-    "muon": {
-        "lr": 3e-3,
-        "optimization": Optimization(optimizer="muon", weight_decay=0.1, lr_schedule="cosine", min_lr_ratio=0.1),
-    },
-    "torch.optim.Adafactor": {"lr": 3e-2, "optimization": Optimization(optimizer="torch.optim.Adafactor")},
-    "adamw_8bit": {
-        "lr": 3e-3,
-        "optimization": Optimization(optimizer="adamw_8bit", optimizer_arguments={"min_8bit_size": 256}),
-    },
-    "adafactor": {"lr": 3e-2, "optimization": Optimization(optimizer="adafactor")},
+OPTIMIZERS: dict[str, tuple[float, dict[str, Any]]] = {
+    "sgd": (
+        0.3,
+        {
+            "optimizer_arguments": {"momentum": 0.9},
+            "parameter_options": {"embeddings": {"lr": 0.03}, "vectors": {"weight_decay": 0.0}},
+            "weight_decay": 0.1,
+            "lr_schedule": "wsd",
+            "warmup_ratio": 0.2,
+            "min_lr_ratio": 0.1,
+        },
+    ),
+    "muon": (3e-3, {"weight_decay": 0.1, "lr_schedule": "cosine", "min_lr_ratio": 0.1}),
+    "torch.optim.Adafactor": (3e-2, {}),
+    "adamw_8bit": (3e-3, {"optimizer_arguments": {"min_8bit_size": 256}}),
+    "adafactor": (3e-2, {}),
 }
+"""Learning rate and further arguments of `Optimization`, which imports bitsandbytes to look at those of adamw_8bit."""
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     *(("sgd", strategy, {}) for strategy in ("rlhf_zero3", "offload")),
     *(("adamw_8bit", strategy, {}) for strategy in ("rlhf_zero2", "offload") if EIGHT_BITS),
@@ -97,7 +91,8 @@ def learn(folder: Path, model: str, name: str, strategy: Any, *, resume: Path | 
     run = trainer(
         folder, callbacks=callbacks, devices=devices, strategy=strategy, use_distributed_sampler=False, **options
     )
-    module, data = SFTModule(model, **OPTIMIZERS[name]), SFTDataModule(ROWS, micro_batch_size=8 // devices)
+    lr, arguments = OPTIMIZERS[name]
+    module, data = SFTModule(model, lr=lr, optimization=Optimization(optimizer=name, **arguments)), SFTDataModule(ROWS, micro_batch_size=8 // devices)
     run.fit(module, data, ckpt_path=resume)
     return keep
 
