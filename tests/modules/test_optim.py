@@ -92,8 +92,8 @@ def learn(folder: Path, model: str, name: str, strategy: Any, *, resume: Path | 
         folder, callbacks=callbacks, devices=devices, strategy=strategy, use_distributed_sampler=False, **options
     )
     lr, arguments = OPTIMIZERS[name]
-    module, data = SFTModule(model, lr=lr, optimization=Optimization(optimizer=name, **arguments)), SFTDataModule(ROWS, micro_batch_size=8 // devices)
-    run.fit(module, data, ckpt_path=resume)
+    module = SFTModule(model, lr=lr, optimization=Optimization(optimizer=name, **arguments))
+    run.fit(module, SFTDataModule(ROWS, micro_batch_size=8 // devices), ckpt_path=resume)
     return keep
 
 
