@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from rank_store_ranks import raised
 from rl_runs import (
     RANK,
     RANKS,
@@ -25,6 +24,7 @@ from rl_runs import (
     only_odd,
     setup_run,
 )
+from test_rank_store import raised
 
 from callbacks.rollout.test_recovery import Forgetful
 from rlhfkit import (

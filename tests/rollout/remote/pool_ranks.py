@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_store_ranks import start
+from test_rank_store import start
 from waiting import has_ended, until
 
 from rlhfkit.data.types import Prompt
