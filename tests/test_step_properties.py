@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def whole(folder: Path, kind: str, setting: int) -> Found:
+def whole(folder: Path, kind: str, setting: int, images: str | None = None) -> Found:
     """All rows of a step at once, padded, in the order of the data."""
-    return train(folder, kind, setting, size=STEP, attention="sdpa", order=None)
+    return train(folder, kind, setting, size=STEP, attention="sdpa", order=None, images=images)
 
 
 def same(found: Found, expected: Found) -> None:
@@ -52,17 +52,18 @@ def same(found: Found, expected: Found) -> None:
         torch.testing.assert_close(found.weights[name], value, rtol=1e-4, atol=2e-5, msg=text)
 
 
-def on_ranks(count: int, tmp_path: Path, folder: Path, cases: list[dict[str, Any]]) -> Iterator[Found]:
-    """What all of so many ranks have found in each case; every one logs the metrics of all."""
+def check_on_ranks(count: int, tmp_path: Path, folder: Path, cases: list[dict[str, Any]]) -> None:
+    """So many ranks find in each case what one finds; every one of them logs the metrics of all."""
     reports = ranks.run("step_cases:on_ranks", count, tmp_path, place=str(folder), cases=cases)
-    for number in range(len(cases)):
+    for number, case in enumerate(cases):
         own, (metrics, *others) = zip(*(report[number] for report in reports), strict=True)
         for other in others:
             assert other == pytest.approx(metrics, rel=1e-6, abs=1e-9)
         # Rounding decides who wins where policy and reference are one, as in a first step.
         metrics = {name: value for name, value in metrics.items() if not name.startswith("rewards/accuracies")}
         losses = [sum(parts) / len(reports) for parts in zip(*own, strict=True)]
-        yield Found(losses, torch.load(folder / f"case_{number}.pt"), metrics)
+        found = Found(losses, torch.load(folder / f"case_{number}.pt"), metrics)
+        same(found, whole(folder, case["kind"], case["setting"], case.get("images")))
 
 
 @settings(
@@ -148,8 +149,7 @@ def test_a_step_does_not_depend_on_ranks(folder: Path, tmp_path: Path) -> None:
         for case in cases
         if case["kind"] == "bco"
     ]
-    for case, found in zip(cases, on_ranks(2, tmp_path, folder, cases), strict=True):
-        same(found, whole(folder, case["kind"], case["setting"]))
+    check_on_ranks(2, tmp_path, folder, cases)
 
 
 @pytest.mark.distributed
@@ -157,41 +157,39 @@ def test_a_run_stopped_on_ranks_goes_on_bit_for_bit_and_nowhere_else(folder: Pat
     """What engines save does not depend on the module, nor what loaders and iterations save on the stage."""
     stages = {"sft": 0, "dpo": 1, "grpo": 2, "ppo": 3}
     ranks.run("step_cases:resumed_on_ranks", 2, tmp_path, place=str(folder), stages=stages)
-    elsewhere = {"sft": 0, "grpo": 2}
-    (found,) = ranks.run("step_cases:refused_on_ranks", 1, tmp_path, place=str(folder), stages=elsewhere)
-    assert "world_size was 2 and is 1" in found["sft"]
-    assert "its data loaders differ between ranks" in found["grpo"], "samples of an iteration belong to ranks"
+    # Samples of an iteration belong to ranks.
+    refusals = {"sft": (0, "world_size was 2 and is 1"), "grpo": (2, "its data loaders differ between ranks")}
+    ranks.run("step_cases:refused_on_ranks", 1, tmp_path, place=str(folder), refusals=refusals)
 
 
-SEEING: list[dict[str, Any]] = [
-    {"kind": "sft", "images": "idefics3"},
-    {"kind": "dpo", "images": "qwen3_vl"},
-    {"kind": "kto", "images": "idefics3"},
-    {"kind": "reward", "images": "qwen3_vl"},
-    {"kind": "grpo", "images": "qwen3_vl"},
-    {"kind": "ppo", "images": "idefics3"},
-    {"kind": "ppo", "images": "qwen3_vl", "setting": 1},
+SEEING = [
+    ("sft", "idefics3", 0),
+    ("dpo", "qwen3_vl", 0),
+    ("kto", "idefics3", 0),
+    ("reward", "qwen3_vl", 0),
+    ("grpo", "qwen3_vl", 0),
+    ("ppo", "idefics3", 0),
+    ("ppo", "qwen3_vl", 1),
 ]
-
-
-def whole_with_images(folder: Path, case: dict[str, Any]) -> Found:
-    return train(folder, **{"setting": 0} | case, size=STEP, attention="sdpa", order=None)
+"""Kind, model and setting."""
 
 
 @pytest.fixture(scope="module")
 def seeing(folder: Path) -> Path:
-    for name in {case["images"] for case in SEEING}:
+    for name in ("idefics3", "qwen3_vl"):
         save_vision_model(name, folder / name)
     return folder
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", SEEING, ids=lambda case: f"{case['kind']}-{case['images']}")
-def test_a_step_with_images_does_not_depend_on_micro_batches_and_packing(seeing: Path, case: dict[str, Any]) -> None:
-    found = train(seeing, **{"setting": 0} | case, size=2, attention=None, order=3)
-    expected = whole_with_images(seeing, case)
+@pytest.mark.parametrize(("kind", "images", "setting"), SEEING)
+def test_a_step_with_images_does_not_depend_on_micro_batches_and_packing(
+    seeing: Path, kind: str, images: str, setting: int
+) -> None:
+    found = train(seeing, kind, setting, size=2, attention=None, order=3, images=images)
+    expected = whole(seeing, kind, setting, images)
     same(found, expected)
-    start = AutoModelForImageTextToText.from_pretrained(seeing / case["images"]).state_dict()
+    start = AutoModelForImageTextToText.from_pretrained(seeing / images).state_dict()
     vision = [name for name in start if ("vision" in name or "visual" in name) and name.endswith("weight")]
     moved = {
         name.partition(".")[0]
@@ -207,13 +205,11 @@ def test_a_step_with_images_does_not_depend_on_ranks(seeing: Path, tmp_path: Pat
     """Some micro-batches and forward passes have no image where the other rank's have one, or no rows at all."""
     strategies = [*("ddp", "rlhf_zero3", "rlhf_zero1", "rlhf_zero2"), *("rlhf_zero3", "rlhf_zero0", "rlhf_zero1")]
     cases = [
-        {"setting": 0, "size": 1 if strategy == "ddp" else 2, "attention": (None, "sdpa")[number % 2], "order": number}
-        | {"strategy": strategy}
-        | case
-        for number, (case, strategy) in enumerate(zip(SEEING, strategies, strict=True))
+        {"kind": kind, "images": images, "setting": setting, "size": 1 if strategy == "ddp" else 2}
+        | {"attention": (None, "sdpa")[number % 2], "order": number, "strategy": strategy}
+        for number, ((kind, images, setting), strategy) in enumerate(zip(SEEING, strategies, strict=True))
     ]
-    for case, found in zip(SEEING, on_ranks(2, tmp_path, seeing, cases), strict=True):
-        same(found, whole_with_images(seeing, case))
+    check_on_ranks(2, tmp_path, seeing, cases)
 
 
 @pytest.mark.distributed
@@ -237,5 +233,4 @@ def test_a_step_does_not_depend_on_ranks_that_divide_sequences(count: int, folde
     ]
     for case in cases:
         case["setting"] *= case["kind"] != "distillation"  # spans of a teacher that reads text are not divided
-    for case, found in zip(cases, on_ranks(count, tmp_path, folder, cases), strict=True):
-        same(found, whole(folder, case["kind"], case["setting"]))
+    check_on_ranks(count, tmp_path, folder, cases)
