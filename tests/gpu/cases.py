@@ -8,11 +8,13 @@ from typing import Any
 import lightning as L
 import torch
 from arguments import learning
+from modules import data_runs
 from simulated_device.test_training import difference
 from step_cases import KINDS, STEP, Found, train
 from tiny_models import tiny_model
 
 from rlhfkit import Optimization, SFTDataModule, SFTModule
+from rlhfkit.rollout import ModuleWeights
 
 ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
 
@@ -53,31 +55,27 @@ def deepspeed(folder: Path, device: str, names: Sequence[str]) -> dict[str, dict
 class Published(L.Callback):
     """The weights as engines are sent them, when training begins and when it ends."""
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.start = sent(pl_module)
+    def __init__(self) -> None:
+        self.weights: list[dict[str, torch.Tensor]] = []
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.end = sent(pl_module)
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        weights = ModuleWeights(pl_module.policy)
+        self.weights.append({name: tensor.detach().cpu().double().clone() for name, tensor in weights})
+
+    on_train_end = on_train_start
 
     def moved(self) -> list[torch.Tensor]:
-        return [self.end[name] - self.start[name] for name in sorted(self.end)]
-
-
-def sent(module: Any) -> dict[str, torch.Tensor]:
-    from rlhfkit.rollout import ModuleWeights
-
-    return {name: tensor.detach().cpu().double().clone() for name, tensor in ModuleWeights(module.policy)}
+        start, end = self.weights
+        return [end[name] - start[name] for name in sorted(end)]
 
 
 def texts(folder: Path, module: Any, device: str, callbacks: Sequence[L.Callback], **arguments: Any) -> L.Trainer:
     """Two epochs of two steps each on eight sums."""
     rows = [{"prompt": f"{i}+{i}=", "completion": "x" * (i % 5) + str(2 * i)} for i in range(16)]
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 2}
     path = arguments.pop("ckpt_path", None)
-    trainer = L.Trainer(
-        accelerator=ACCELERATORS[device], devices=1, default_root_dir=folder, enable_model_summary=False,
-        accumulate_grad_batches=2, callbacks=list(callbacks), **quiet | arguments,
-    )  # fmt: skip
+    trainer = data_runs.trainer(
+        folder, accelerator=ACCELERATORS[device], accumulate_grad_batches=2, callbacks=list(callbacks), **arguments
+    )
     trainer.fit(module, SFTDataModule(rows, micro_batch_size=4), ckpt_path=path)
     return trainer
 
@@ -96,7 +94,7 @@ def overflows(folder: Path, device: str) -> None:
         strategy, published = RLHFDeepSpeedStrategy(stage=stage, initial_scale_power=20, hysteresis=1), Published()
         module = SFTModule(str(folder / "model"), lr=1e-2)
         trainer = texts(folder, module, device, [published], strategy=strategy, precision="16-true", max_epochs=4)
-        assert all(bool(tensor.isfinite().all()) for tensor in published.end.values()), stage
+        assert all(bool(tensor.isfinite().all()) for tensor in published.weights[-1].values()), stage
         assert trainer.strategy.rescaled_updates + trainer.strategy.skipped_updates, stage  # type: ignore[attr-defined]
         assert any(bool(tensor.any()) for tensor in published.moved()), stage
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import token_logprobs
 from torch import Tensor, nn
 
 from gpu.comparing import BOUNDS, Figures, Rows, build, config_of, distance, random_sequences
@@ -49,8 +50,7 @@ def exact(config: Any, sequences: list[list[int]], dtype: torch.dtype) -> list[T
     rows, alone = Rows(sequences), []
     factors = weights(rows.mask.shape, torch.float64)
     for row, ids in enumerate(sequences):
-        one = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        alone.append(one.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0])
+        alone.append(token_logprobs(model, ids))
         (alone[-1] * factors[row, : len(ids) - 1]).sum().backward()
     out = torch.zeros(rows.mask.shape, dtype=torch.float64)
     out[rows.mask] = torch.cat(alone).detach()

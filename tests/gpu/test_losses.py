@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from simulated_device.loss_cases import FUNCTIONS, NAMES, arguments_of, called
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch.utils._pytree import tree_map
 
 from gpu.comparing import Figures, distance
 
+COMPILED = ("ppo_loss", "grpo_loss", "dpo_loss")
 BOUND = 1e-4
 """Relative in norm. float32 gives 1e-5 at most: exponentials of log-ratios that are summed over a sequence."""
 
@@ -21,18 +21,15 @@ def placed(arguments: dict[str, Any], device: str, dtype: torch.dtype) -> dict[s
     return tree_map(move, arguments)
 
 
-def test_every_function_gives_what_the_cpu_gives_in_float64(device: str, figures: Figures) -> None:
+def test_every_function_gives_what_the_cpu_gives_in_float64_also_compiled_as_a_whole(
+    device: str, figures: Figures
+) -> None:
+    backend = "inductor" if device == "cuda" else "eager"  # which compiles for seconds
     for name in NAMES:
         function, arguments = FUNCTIONS[name], arguments_of(name)
         exact = called(function, placed(arguments, "cpu", torch.float64))
-        found = called(function, placed(arguments, device, torch.float32))
-        figures(name, distance(found, exact), BOUND)
-
-
-@pytest.mark.parametrize("name", ["ppo_loss", "grpo_loss", "dpo_loss"])
-def test_a_loss_compiled_as_a_whole_gives_the_same(device: str, name: str, figures: Figures) -> None:
-    function, arguments = FUNCTIONS[name], arguments_of(name)
-    backend = "inductor" if device == "cuda" else "eager"  # which compiles for seconds
-    exact = called(function, placed(arguments, "cpu", torch.float64))
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    figures(name, distance(called(compiled, placed(arguments, device, torch.float32)), exact), BOUND)
+        ways = {name: function}
+        if name in COMPILED:
+            ways[f"{name}, compiled"] = torch.compile(function, fullgraph=True, backend=backend)
+        for way, computed in ways.items():
+            figures(way, distance(called(computed, placed(arguments, device, torch.float32)), exact), BOUND)

@@ -1,14 +1,13 @@
 """Two processes: weights over gloo and NCCL, handles to GPU memory, and NCCL where it cannot connect; without vLLM."""
 
 import gc
+import multiprocessing
 import os
-import pickle
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from gpu.comparing import Figures
-from gpu.launch import PYTHONPATH
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.cuda_ipc import without_expandable_segments
 from rlhfkit.rollout.weight_sync.process_group.groups import NcclGroup, call_with_limit
@@ -26,56 +24,43 @@ from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 
 class Other:
-    """Another process that runs a function of this file, is sent Python objects, and answers each with one."""
+    """Another process that runs a function of this file with a pipe, on which it answers each object with one."""
 
-    def __init__(self, function: str, *words: Any, **variables: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from gpu.test_processes import {function}; {function}()", *map(str, words)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": PYTHONPATH} | variables,
-        )
+    def __init__(self, function: Callable[..., None], *arguments: Any, **variables: str) -> None:
+        start = multiprocessing.get_context("spawn")
+        self._pipe, theirs = start.Pipe()
+        self._process = start.Process(target=function, args=(theirs, *arguments))
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            self._process.start()
+        theirs.close()  # or its end would not be noticed
 
     def ask(self, given: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(pickle.dumps(given).hex().encode() + b"\n")
-        self._process.stdin.flush()
+        self._pipe.send(given)
         return self.answer()
 
     def answer(self) -> Any:
         """The next object; raised if it is an error."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the other process ended with status {self._process.wait()}")
-        answer = pickle.loads(bytes.fromhex(line.decode().strip()))
+        answer = self._pipe.recv()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
-
-
-def say(answer: Any) -> None:
-    sys.stdout.buffer.write(pickle.dumps(answer).hex().encode() + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def asked() -> Iterator[Any]:
-    for line in sys.stdin.buffer:
-        yield pickle.loads(bytes.fromhex(line.decode().strip()))
+        self._process.join()
 
 
 # ---------------------------------------------------------------- weights over a process group
 
 
-def receive() -> None:
-    """The other process: joins groups, receives weights and answers with their sums; its argument is a device."""
-    device, held = torch.device(sys.argv[1]), {}
+def receive(pipe: Connection, name: str) -> None:
+    """The other process: joins groups, receives weights on a device and answers with their sums."""
+    device, held = torch.device(name), {}
     receiver = WeightReceiver(device)
-    for kind, given in asked():
+    while True:
+        kind, given = pipe.recv()
         try:
             if kind == "connect":
                 receiver.join(Rendezvous(**given), 0)
@@ -84,9 +69,9 @@ def receive() -> None:
                     held |= {name: tensor.to(device, copy=True) for name, tensor in named}
                 if device.type == "cuda":
                     torch.cuda.synchronize()
-            say({name: float(tensor.double().sum()) for name, tensor in held.items()})
+            pipe.send({name: float(tensor.double().sum()) for name, tensor in held.items()})
         except Exception as error:
-            say(error)
+            pipe.send(error)
 
 
 class Receivers:
@@ -97,7 +82,7 @@ class Receivers:
     address = "127.0.0.1"
 
     def __init__(self, device: str) -> None:
-        self.process = Other("receive", device)
+        self.process = Other(receive, device)
 
     def worker(self, rank: int) -> str:
         return "the other process"
@@ -166,18 +151,17 @@ def test_weights_over_nccl_are_those_that_were_sent() -> None:
 # ---------------------------------------------------------------- NCCL that cannot connect
 
 
-def join() -> None:
-    """A rank of a group of two; its arguments are rank, port of the store and time limit; all are on GPU 0."""
+def join(pipe: Connection, rank: int, port: int, limit: float) -> None:
+    """A rank of a group of two with a store at a port; all are on GPU 0."""
     from torch._C._distributed_c10d import TCPStore
 
-    rank, port, limit = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=limit))
     try:
         group = NcclGroup(store, "weights", rank, 2, limit, torch.device("cuda", 0))
         call_with_limit(group.connect, lambda: None, limit, lambda: "the peer did not come")
-        say("connected")
+        pipe.send("connected")
     except Exception as error:
-        say(f"error: {type(error).__name__}: {error}")
+        pipe.send(f"error: {type(error).__name__}: {error}")
     os._exit(0)
 
 
@@ -188,7 +172,7 @@ def test_ranks_of_nccl_that_cannot_connect_are_told_so_in_time(
 ) -> None:
     """NCCL refuses two processes on one GPU."""
     store, start = open_store("127.0.0.1", 30), time.perf_counter()
-    processes = [Other("join", rank, store.port, limit) for rank in ranks]
+    processes = [Other(join, rank, store.port, limit) for rank in ranks]
     try:
         said = [process.answer() for process in processes]
     finally:
@@ -201,18 +185,18 @@ def test_ranks_of_nccl_that_cannot_connect_are_told_so_in_time(
 # ---------------------------------------------------------------- handles to GPU memory
 
 
-def read_handles() -> None:
+def read_handles(pipe: Connection) -> None:
     """The other process: opens each handle, answers with the sum of its bytes, and closes it."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     torch.cuda.init()
-    for handle in asked():
-        tensor = rebuild_cuda_tensor(*handle)  # type: ignore[no-untyped-call]
+    while True:
+        tensor = rebuild_cuda_tensor(*pipe.recv())  # type: ignore[no-untyped-call]
         total = float(tensor.sum(dtype=torch.float64))
         del tensor
         torch.cuda.synchronize()
         torch.cuda.ipc_collect()
-        say(total)
+        pipe.send(total)
 
 
 def sum_elsewhere(other: Other, tensor: Tensor) -> float:
@@ -224,7 +208,7 @@ def sum_elsewhere(other: Other, tensor: Tensor) -> float:
 
 @pytest.mark.cuda
 def test_a_buffer_is_read_by_handle_and_its_memory_is_free_again(figures: Figures) -> None:
-    size, other = 2**30, Other("read_handles")
+    size, other = 2**30, Other(read_handles)
     try:
         sum_elsewhere(other, torch.ones(1000, device="cuda"))  # CUDA is up on both sides
         gc.collect()
@@ -243,23 +227,23 @@ def test_a_buffer_is_read_by_handle_and_its_memory_is_free_again(figures: Figure
         other.close()
 
 
-def share_expandable() -> None:
+def share_expandable(pipe: Connection) -> None:
     """A process, with the allocator's variable of its environment, that shares a buffer with another."""
-    other = Other("read_handles")
+    other = Other(read_handles)
     try:
         expandable = torch.ones(2**24, device="cuda")  # freed, and not to be given away again
         del expandable
         with without_expandable_segments():
             tensor = torch.ones(2**24, device="cuda")
         torch.cuda.synchronize()
-        say(sum_elsewhere(other, tensor))
+        pipe.send(sum_elsewhere(other, tensor))
     finally:
         other.close()
 
 
 @pytest.mark.cuda
 def test_a_buffer_is_read_by_handle_beside_expandable_segments() -> None:
-    other = Other("share_expandable", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    other = Other(share_expandable, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     try:
         assert other.answer() == 2.0**24
     finally:
