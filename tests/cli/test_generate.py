@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import chat_tokenizer, tiny_model, tiny_tokenizer
+from tiny_models import chat_tokenizer, tiny_model, tiny_tokenizer, token_logprobs
 
 from rlhfkit import LocalEngine, Prompt, Sample, SamplingSpec
 from rlhfkit.cli.generate import generate
@@ -69,10 +69,8 @@ def test_lines_are_the_rows_in_order_with_their_completions(model: str, whole: P
         assert prompt == tokenizer(line["question"])["input_ids"]
         assert line["completion"] == tokenizer.decode(completion, skip_special_tokens=True)
         assert line["finish_reason"] == ("stop" if completion[-1] == tokenizer.eos_token_id else "length")
-        with torch.no_grad():
-            logits = policy(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.7
-        logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])
-        assert line["logprob"] == pytest.approx(float(logprobs.sum()), abs=1e-4)
+        logprobs = token_logprobs(policy, prompt + completion, SAMPLING.temperature)[len(prompt) - 1 :]
+        assert line["logprob"] == pytest.approx(logprobs.sum().item(), abs=1e-4)
     assert len({line["completion"] for line in lines}) > 20
 
 
@@ -96,11 +94,14 @@ def test_a_model_that_was_trained_on_is_noticed(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     output = run(str(model), tmp_path / "out.jsonl")
     tiny_model(tmp_path / "model", seed=1)
-    with pytest.raises(ValueError, match=r"was written with other settings.*weights"):
+    before = read_lines(output)
+    with pytest.raises(ValueError, match=r"was written with other settings.*weights.*overwrite"):
         run(str(model), output)
-    before = output.read_text()
+    assert read_lines(output) == before
     run(str(model), output, overwrite=True)
-    assert output.read_text() != before
+    after = read_lines(output)
+    assert len(after) == len(before)
+    assert after != before
 
 
 def test_columns_can_be_chosen_and_never_clash(model: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""JSONLWriter: what a file holds after interruptions, and what it refuses."""
+"""JSONLWriter: what a file holds after interruptions, and what it refuses; other settings: ``test_generate.py``."""
 
 import json
 import math
@@ -9,10 +9,6 @@ import pytest
 from rlhfkit.cli.jsonl import JSONLWriter
 
 SETTINGS = {"model": "a", "sampling.stop": ("x",)}
-
-
-def rows(path: Path) -> list[int]:
-    return [json.loads(line)["row"] for line in path.read_text().splitlines()]
 
 
 def test_whatever_an_interruption_leaves_is_continued_without_loss_or_doubles(tmp_path: Path) -> None:
@@ -28,19 +24,6 @@ def test_whatever_an_interruption_leaves_is_continued_without_loss_or_doubles(tm
             for row in range(writer.done, 6, 2):
                 writer.write([{"row": row}, {"row": row + 1}])
         assert path.read_bytes() == whole
-
-
-def test_other_settings_are_refused_by_name_and_overwriting_starts_anew(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    with JSONLWriter(path, SETTINGS) as writer:
-        writer.write([{"row": 0}])
-    with pytest.raises(ValueError, match=r"model: 'a' there, 'b' now.*overwrite"):
-        JSONLWriter(path, SETTINGS | {"model": "b"})
-    assert rows(path) == [0]
-    with JSONLWriter(path, SETTINGS | {"model": "b"}, overwrite=True) as writer:
-        assert writer.done == 0
-        writer.write([{"row": 7}])
-    assert rows(path) == [7]
 
 
 def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:

@@ -65,23 +65,32 @@ def test_parts_are_written_and_what_cannot_be_scored_is_null(tmp_path: Path, cap
     assert "1 lines of the given rows could not be scored" in caplog.text
 
 
-def test_an_interrupted_file_is_continued_and_another_reward_refused(tmp_path: Path) -> None:
-    output, calls = tmp_path / "out.jsonl", 0
+def test_an_interrupted_file_is_continued_and_refused_to_other_rewards_rows_and_arguments(tmp_path: Path) -> None:
+    output, left = tmp_path / "out.jsonl", [2]
 
     def breaks(samples: Sequence[Sample]) -> list[float]:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+        left[0] -= 1
+        if left[0] < 0:
             raise ConnectionError("the server went away")
         return exact_match(samples)
 
     with pytest.raises(ConnectionError):
         run(output, reward=breaks, batch_size=1)
     assert [line["reward"] for line in read_lines(output)] == [1.0, 0.0]
-    with pytest.raises(ValueError, match="reward: 'breaks' there, 'exact_match' now"):
-        run(output)
+    others: list[tuple[dict[str, object], str]] = [
+        ({}, "reward: 'breaks' there, 'exact_match' now"),
+        ({"reward": breaks, "subset": "main"}, r"rows: \['train', None\] there, \['train', 'main'\] now"),
+        ({"reward": breaks, "answer_extractor": str}, "answer_extractor: 'final_answer' there, 'str' now"),
+    ]
+    for arguments, message in others:
+        with pytest.raises(ValueError, match=message):
+            run(output, **arguments)
+    left[0] = 1
     assert [line["reward"] for line in run(output, reward=breaks, batch_size=1)] == [1.0, 0.0, 0.0]
-    assert calls == 4
+    for _ in range(2):  # the same arguments are no other reward
+        run(tmp_path / "digits.jsonl", reward=FormatReward("[0-9]+"))
+    with pytest.raises(ValueError, match=r"reward_arguments: .*pattern.* now"):
+        run(tmp_path / "digits.jsonl", reward=FormatReward("[a-z]+"))
 
 
 def test_the_command_line_takes_functions_and_classes(tmp_path: Path) -> None:
@@ -112,16 +121,3 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
         run(tmp_path / "out.jsonl", completion="response")
     with pytest.raises(ValueError, match="either a reward or a reward_model, got None and None"):
         run(tmp_path / "out.jsonl", reward=None)
-
-
-def test_other_arguments_other_rows_and_other_weights_are_noticed(tmp_path: Path) -> None:
-    output = tmp_path / "out.jsonl"
-    digits = FormatReward("[0-9]+")
-    first = run(output, reward=digits)
-    assert run(output, reward=FormatReward("[0-9]+")) == first
-    with pytest.raises(ValueError, match=r"reward_arguments: .*pattern.* now"):
-        run(output, reward=FormatReward("[a-z]+"))
-    with pytest.raises(ValueError, match=r"rows: \['train', None\] there, \['train', 'main'\] now"):
-        run(output, reward=digits, subset="main")
-    with pytest.raises(ValueError, match="answer_extractor: 'final_answer' there, 'str' now"):
-        run(output, reward=digits, answer_extractor=str)
