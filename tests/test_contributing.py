@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from losses.policy_cases import policy_batch
-from rl_runs import digits, setup_run, weights
+from rl_runs import digits, fit_run, weights
 from tiny_models import tiny_model
 
 import rlhfkit.losses
@@ -48,8 +48,7 @@ def run(project: Path, *sections: str) -> dict[str, Any]:
 def fit(folder: Path, module: GRPOModule | None = None, rollouts: RolloutCallback | None = None) -> GRPOModule:
     """Train for two iterations of two updates each; the weights must have moved."""
     made = (lambda *_, **__: module) if module else GRPOModule
-    trainer, module, data, _ = setup_run(folder, module=made, rollouts=rollouts)
-    trainer.fit(module, data)
+    trainer, module, _ = fit_run(folder, module=made, rollouts=rollouts)
     assert trainer.global_step == 4
     start = load_causal_lm(str(folder / "model")).state_dict()
     assert not all(torch.equal(start[name], weight) for name, weight in weights(module).items())

@@ -18,6 +18,7 @@ import yaml
 from jsonargparse import auto_cli, capture_parser
 
 import rlhfkit
+from rlhfkit.argument_names import constructor_arguments
 from rlhfkit.cli.estimate import parser as estimate_parser
 from rlhfkit.cli.init import packaged
 from rlhfkit.cli.main import FUNCTION_COMMANDS, main
@@ -31,7 +32,6 @@ PROGRAMS = [
     if path.suffix in (".py", ".ipynb")
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 DOTTED = re.compile(r"(?<![\w/.])rlhfkit(?:\.[A-Za-z_]\w*)+")
 FILE = re.compile(r"\b(?:tutorials|tests|benchmarks|docs|requirements|rlhfkit)/[\w./-]+\.\w+")
@@ -66,34 +66,19 @@ def public_objects() -> dict[str, Any]:
     return {name: getattr(room, name) for room in rooms for name in getattr(room, "__all__", ())}
 
 
-def signature(called: Callable[..., Any]) -> inspect.Signature:
-    """Of a function or class; ``**kwargs`` of constructors become the arguments of the base class."""
-    owners = [vars(owner)["__init__"] for owner in getattr(called, "__mro__", ()) if "__init__" in vars(owner)]
-    merged: dict[str, inspect.Parameter] = {}
-    for function in owners or [called]:
-        own = list(inspect.signature(function).parameters.values())[bool(owners) :]
-        positions = not merged or any(value.kind is value.VAR_POSITIONAL for value in merged.values())
-        merged = {name: value for name, value in merged.items() if value.kind not in VARIABLE}
-        for value in own:
-            if value.name not in merged:
-                passed = positions or value.kind in VARIABLE
-                merged[value.name] = value if passed else value.replace(kind=value.KEYWORD_ONLY)
-        if not any(value.kind is value.VAR_KEYWORD for value in own):
-            break
-    return inspect.Signature(sorted(merged.values(), key=lambda value: (value.kind, value.default is not value.empty)))
-
-
 def complaint(call: ast.Call, called: Callable[..., Any]) -> str | None:
     """Why a call does not fit a signature; ``None`` if it does. ``...`` and ``**more`` stand for further arguments."""
     given = [value for value in call.args if not (isinstance(value, ast.Constant) and value.value is ...)]
     words = {word.arg: None for word in call.keywords if word.arg is not None}
     partial = len(given) < len(call.args) or len(words) < len(call.keywords)
-    bind = signature(called).bind_partial if partial else signature(called).bind
+    signature = inspect.signature(called)
     try:
-        bind(*given, **words)
+        (signature.bind_partial if partial else signature.bind)(*given, **words)
     except TypeError as error:
         return f"{ast.unparse(call)}: {error}"
-    return None
+    inherits = inspect.isclass(called) and "kwargs" in signature.parameters  # they go to the base class
+    unknown = {*words} - {*constructor_arguments(called)} if inherits else None
+    return f"{ast.unparse(call)}: no argument {unknown}" if unknown else None
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:

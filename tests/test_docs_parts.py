@@ -2,20 +2,16 @@
 
 import ast
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from modules import data_runs
-from rl_runs import digits, setup_run
-from tiny_models import tiny_model
-from torch import Tensor
-from transformers import AutoTokenizer
+from rl_runs import digits, fit_run
 
 from rlhfkit import Ahead, LocalEngine, RewardModule, RolloutCallback, SamplingSpec
+from rlhfkit.losses import group_advantages
 from rlhfkit.models import reward_output
 from rlhfkit.rewards import WeightedSum
 
@@ -32,54 +28,26 @@ def examples(page: Path = PAGE) -> dict[str, Any]:
     return names
 
 
-@dataclass
-class Rows:
-    """Rows of an iteration with the fields that a part reads."""
-
-    rewards: Tensor | None = None
-    reward_parts: dict[str, Tensor] | None = None
-    input_ids: Tensor | None = None
-    action_mask: Tensor | None = None
-
-    def with_columns(self, **columns: Tensor) -> dict[str, Tensor]:
-        return columns
-
-
-def test_only_tokens_between_the_tags_are_kept(tmp_path: Path) -> None:
-    part = examples()["BetweenTags"]("<a>", "</a>")
-    part.module = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(tiny_model(tmp_path / "model")))
-    texts = ["1+1=<a>23</a>4", "1+1=<a>2345678", "1+1=23456</a>7"]
-    ids = torch.tensor([part.module.tokenizer.encode(text) for text in texts])
-    found = part.prepare(Rows(input_ids=ids, action_mask=torch.ones(3, len(texts[0]) - 1, dtype=torch.bool)))
-    assert [[texts[row][t + 1] for t in kept.nonzero()] for row, kept in enumerate(found["between_tags"])] == [
-        ["2", "3"],
-        [],
-        [],
-    ]
-
-
-@pytest.mark.parametrize(("step", "expected"), [(0, [1.0, 0.0]), (50, [0.75, 0.5]), (400, [0.0, 2.0])])
-def test_weights_of_rewards_change_over_the_run(step: int, expected: list[float]) -> None:
-    part = examples()["FormatFirst"](200)
-    part.module = SimpleNamespace(global_step=step)
-    parts = {"format": torch.tensor([1.0, 0.0]), "right": torch.tensor([0.0, 2.0])}
-    assert part.prepare(Rows(rewards=torch.zeros(2), reward_parts=parts)).rewards.tolist() == expected
-
-
-def test_a_run_with_all_of_them_saves_its_tokens_and_a_state_of_a_part(
+def test_a_run_weighs_rewards_keeps_tokens_between_tags_and_saves_its_tokens_and_a_state_of_a_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found = examples()
     baseline = found["RunningBaseline"](0.5)
     reward = WeightedSum({"format": digits, "right": lambda samples: [float("7" in one.text) for one in samples]})
-    trainer, module, data, _ = setup_run(
+    trainer, module, rollouts = fit_run(
         tmp_path,
         module=found["SavedTokens"],
-        module_arguments={"parts": [found["FormatFirst"](2), found["BetweenTags"]("1", "1"), baseline]},
+        module_arguments={"parts": [found["FormatFirst"](8), found["BetweenTags"]("+", "="), baseline]},
         rollouts=RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
     )
-    trainer.fit(module, data)
+    rows = rollouts.experience  # of the second iteration, after two updates of the eight
+    mixed = 0.75 * rows.reward_parts["format"] + 0.25 * rows.reward_parts["right"]
+    torch.testing.assert_close(rows.advantages[:, 0], group_advantages(mixed, rows.group))
+    for tokens, kept in zip(rows.input_ids, rows.columns["between_tags"], strict=True):
+        pieces = [module.tokenizer.decode(token) for token in tokens]
+        between = "".join(pieces).partition("+")[2].rpartition("=")[0]
+        assert "".join(pieces[t + 1] for t in kept.nonzero()) == between != ""
     files = sorted(tmp_path.glob("tokens-*-0.pt"))
     assert [file.name for file in files] == ["tokens-0-0.pt", "tokens-1-0.pt"]  # both micro-batches of step 0
     for file in files:
@@ -107,8 +75,7 @@ def test_several_heads_are_trained_and_their_mean_less_deviation_is_the_reward(t
     module.save_pretrained(tmp_path / "ensemble")
     part = found["EnsembleReward"](str(tmp_path / "ensemble"))
     heads = part.build(str(tmp_path / "ensemble"))
-    trainer, policy, prompts, rollouts = setup_run(tmp_path, module_arguments={"parts": [part]})
-    trainer.fit(policy, prompts)
+    _, _, rollouts = fit_run(tmp_path, module_arguments={"parts": [part]})
     rows = rollouts.experience
     with torch.no_grad():
         expected = reward_output(heads, rows, normalized=True)
@@ -127,8 +94,7 @@ def test_the_trainer_follows_a_temperature_that_falls(tmp_path: Path) -> None:
     rollouts = RolloutCallback(
         digits, engine=Watched(), parts=[cooling], sampling=SamplingSpec(group_size=4, max_new_tokens=8)
     )
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
-    trainer.fit(module, data)
+    trainer, _, _ = fit_run(tmp_path, rollouts=rollouts)
     assert seen == [1.0, 0.75]
     assert rollouts.experience is not None
     assert rollouts.experience.temperature == 0.75
@@ -138,6 +104,5 @@ def test_the_trainer_follows_a_temperature_that_falls(tmp_path: Path) -> None:
 def test_ahead_refuses_a_temperature_that_falls(tmp_path: Path) -> None:
     cooling = examples(PAGE.with_name("engines.md"))["Cooling"](0.5, 2)
     rollouts = RolloutCallback(digits, parts=[Ahead(1), cooling], sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
     with pytest.raises(ValueError, match="a part asks for another SamplingSpec in iteration 1"):
-        trainer.fit(module, data)
+        fit_run(tmp_path, rollouts=rollouts)

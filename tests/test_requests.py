@@ -12,11 +12,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from modules import data_runs
+from rl_runs import digits, fit_run, setup_run
 from strategies import ranks
 from test_docs_parts import PAGE, examples
-from tiny_models import tiny_model
-from torch import Tensor, nn
+from tiny_models import completion_logprobs, tiny_model, token_logprobs
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import (
@@ -67,15 +68,11 @@ async def nucleus(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Samp
 def test_samples_of_a_group_at_other_temperatures_have_log_probs_to_weigh_them_by(tmp_path: Path) -> None:
     rollouts = RolloutCallback(digits, group=spread, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
     arguments = {"parts": [Correction("tis")]}
-    trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments, rollouts=rollouts, max_epochs=1)
-    trainer.fit(module, data)
+    trainer, _, _ = fit_run(tmp_path, module_arguments=arguments, rollouts=rollouts, max_epochs=1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for sample in rollouts.samples:
-        ids, first = torch.from_numpy(sample.all_token_ids).long(), sample.prompt.num_tokens
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0] / TEMPERATURES[sample.sample_index]
-        expected = logits.log_softmax(-1)[first - 1 : -1].gather(-1, ids[first:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=0)
+        expected = completion_logprobs(model, sample, TEMPERATURES[sample.sample_index])
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected.detach(), atol=1e-5, rtol=0)
     assert float(trainer.callback_metrics["rollout_corr/is_std"]) > 0.1
 
 
@@ -87,15 +84,13 @@ def test_a_group_function_may_not_sample_what_the_trainer_takes_for_the_policy(
     tmp_path: Path, group: Any, error: str
 ) -> None:
     rollouts = RolloutCallback(digits, group=group, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
     with pytest.raises(ValueError, match=error):
-        trainer.fit(module, data)
+        fit_run(tmp_path, rollouts=rollouts)
 
 
 def test_a_prompt_may_have_a_length_and_a_stop_of_its_own(tmp_path: Path) -> None:
     rollouts = RolloutCallback(digits, group=own_limits, sampling=SamplingSpec(group_size=4, max_new_tokens=64))
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
-    trainer.fit(module, data)
+    fit_run(tmp_path, rollouts=rollouts, max_epochs=1)
     assert {sample.finish_reason for sample in rollouts.samples} == {"stop", "length"}
     for sample in rollouts.samples:
         limit = own_limit(sample.prompt)
@@ -117,8 +112,7 @@ class Counted(Part):
 
 def test_a_part_that_makes_the_rewards_needs_no_reward_of_the_callback(tmp_path: Path) -> None:
     rollouts = RolloutCallback(sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-    trainer, module, data, _ = setup_run(tmp_path, module_arguments={"parts": [Counted()]}, rollouts=rollouts)
-    trainer.fit(module, data)
+    fit_run(tmp_path, module_arguments={"parts": [Counted()]}, rollouts=rollouts)
     assert rollouts.experience is not None
     assert bool(rollouts.experience.advantages.any())  # type: ignore[union-attr]  # there are some
 
@@ -128,17 +122,13 @@ def test_a_part_that_makes_the_rewards_needs_no_reward_of_the_callback(tmp_path:
 
 def test_a_teacher_reads_a_hint_that_the_student_does_not(tmp_path: Path) -> None:
     parts = [examples()["HintedTeacher"]("(hint)"), TeacherAdvantages()]
-    trainer, module, data, rollouts = setup_run(tmp_path, module_arguments={"parts": parts}, max_epochs=1)
-    trainer.fit(module, data)
+    trainer, module, rollouts = fit_run(tmp_path, module_arguments={"parts": parts}, max_epochs=1)
     rows, hint = rollouts.experience, torch.tensor(module.tokenizer.encode("(hint)"))
     assert rows is not None
     for row in range(len(rows)):
         first, last = int(rows.prompt_lengths[row]), int(rows.lengths[row])
         ids = torch.cat([rows.input_ids[row, :first], hint, rows.input_ids[row, first:last]])
-        with torch.no_grad():
-            logits = module.reference(ids[None]).logits[0]
-        answer = slice(first + len(hint), None)
-        expected = logits.log_softmax(-1)[first + len(hint) - 1 : -1].gather(-1, ids[answer, None])[:, 0]
+        expected = token_logprobs(module.reference, ids.tolist())[first + len(hint) - 1 :]
         found = rows.columns["teacher_logprobs"][row]
         torch.testing.assert_close(found[first - 1 : last - 1], expected, atol=1e-5, rtol=0)
     assert float(trainer.callback_metrics["distillation/reverse_kl"]) > 0
@@ -206,44 +196,22 @@ def weighted_rows(**more: Any) -> list[dict[str, Any]]:
     ]
 
 
-def one_pass(**arguments: Any) -> L.Trainer:
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"),
-        False,
-    )
-    return L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet, **arguments)
-
-
 @pytest.mark.parametrize("more", [{}, {"streaming": True, "steps_per_epoch": 1}])
 @pytest.mark.parametrize(("size", "accumulate"), [(7, 1), (1, 7)])
 def test_numbers_of_rows_weigh_them(tmp_path: Path, more: dict[str, Any], size: int, accumulate: int) -> None:
     folder, rows = tiny_model(tmp_path / "model"), weighted_rows()
     data = SFTDataModule(rows, numbers=["weight"], micro_batch_size=size, shuffle=False, **more)
-    module, seen = examples(DATA)["WeightedSFT"](str(folder), lr=1e-9), list[Tensor]()
-    module.policy_output = keep(module.policy_output, seen)
-    trainer = one_pass(accumulate_grad_batches=accumulate)
+    module = examples(DATA)["WeightedSFT"](str(folder), lr=1e-9)
+    trainer = data_runs.trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate)
     trainer.fit(module, data)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), module.tokenizer
     total, count = 0.0, 0
     for row in rows:
         prompt, answer = (tokenizer.encode(row[name]) for name in ("prompt", "completion"))
-        ids = torch.tensor([*prompt, *answer, tokenizer.eos_token_id])
-        with torch.no_grad():
-            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        total -= row["weight"] * float(logprobs[len(prompt) - 1 :].sum())
+        logprobs = token_logprobs(model, [*prompt, *answer, tokenizer.eos_token_id])
+        total -= row["weight"] * logprobs[len(prompt) - 1 :].sum().item()
         count += len(answer) + 1
-    assert sorted(float(one) for batch in seen for one in batch) == [0, 0, 1, 1, 1, 2, 2]
     assert float(trainer.callback_metrics["loss"]) == pytest.approx(total / count, rel=1e-5)
-
-
-def keep(run: Any, seen: list[Tensor]) -> Any:
-    """The same function, which keeps the numbers of its batches."""
-
-    def kept(batch: Any) -> Any:
-        seen.append(batch.numbers["weight"])
-        return run(batch)
-
-    return kept
 
 
 def test_numbers_of_rows_weigh_pairs(tmp_path: Path) -> None:
@@ -252,7 +220,7 @@ def test_numbers_of_rows_weigh_pairs(tmp_path: Path) -> None:
     losses = []
     weighted = examples(DATA)["WeightedDPO"](folder, lr=1e-9, use_weighting=True)
     for module in (weighted, DPOModule(folder, lr=1e-9)):
-        trainer = one_pass()
+        trainer = data_runs.trainer(tmp_path, max_epochs=1)
         trainer.fit(module, PreferenceDataModule(pairs, numbers=["weight"], micro_batch_size=4))
         losses.append(float(trainer.callback_metrics["loss"]))
     assert losses[1] == pytest.approx(math.log(2))

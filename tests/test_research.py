@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from plain_sgd import PlainSGD
-from rl_runs import setup_run, weights
+from plain_sgd import PlainSGD, sgd_by_hand
+from rl_runs import fit_run, weights
 from tiny_models import completion_logprobs, local_engine, prompts_of, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -53,7 +53,7 @@ def judged(pairs: Sequence[tuple[Sample, Sample]]) -> list[float | None]:
 
 def run(folder: Path, module: Any, group: Any, **arguments: Any) -> tuple[Any, Any, list[Sample]]:
     """One iteration of 16 prompts in two updates of two micro-batches."""
-    trainer, made, data, rollouts = setup_run(
+    trainer, made, rollouts = fit_run(
         folder,
         module=module,
         module_arguments={"lr": LR, "beta": BETA, **arguments},
@@ -62,7 +62,6 @@ def run(folder: Path, module: Any, group: Any, **arguments: Any) -> tuple[Any, A
         callbacks=[Invariants()],
         max_epochs=1,
     )
-    trainer.fit(made, data)
     return trainer, made, rollouts.samples
 
 
@@ -100,10 +99,7 @@ def by_hand(folder: Path, samples: list[Sample], *, nash: bool) -> tuple[dict[st
         (total / count).backward()
         losses.append(float(total.detach() / count))
         counts.append(count)
-        with torch.no_grad():
-            for parameter in policy.parameters():
-                parameter -= LR * parameter.grad
-                parameter.grad = None
+        sgd_by_hand(policy, lr=LR)
     return policy.state_dict(), losses, counts
 
 
