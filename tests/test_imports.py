@@ -52,14 +52,6 @@ print("GRPOModule", *sorted({module.split(".")[0] for module in sys.modules}))
 """
 
 
-@pytest.fixture(scope="module")
-def loaded() -> dict[str, set[str]]:
-    """Top-level packages in memory after each import, one after the other as torch takes long; names of strategies."""
-    command = [sys.executable, "-c", PROGRAM, "rlhfkit", *(f"rlhfkit.{name}" for name in LIGHT)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return {name: set(found) for name, *found in map(str.split, lines)}
-
-
 @cache
 def modules() -> dict[str, Path]:
     """The file of each of our modules, by its name without ``rlhfkit.`` (that of the package itself is empty)."""
@@ -132,30 +124,24 @@ def test_no_circle_of_files_or_rooms() -> None:
         TopologicalSorter(edges).prepare()  # which raises an error with the circle
 
 
-def test_importing_the_package_loads_nothing_heavy(loaded: dict[str, set[str]]) -> None:
+def test_imports_load_no_more_than_they_need_and_a_module_makes_strategies_known() -> None:
+    """One after the other, as torch takes long: top-level packages in memory after each; names of strategies."""
+    command = [sys.executable, "-c", PROGRAM, "rlhfkit", *(f"rlhfkit.{name}" for name in LIGHT)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    loaded = {name: set(found) for name, *found in map(str.split, lines)}
     assert not loaded["rlhfkit"] & ({"torch", "numpy"} | HEAVY)
-
-
-@pytest.mark.parametrize("name", LIGHT)
-def test_what_needs_no_models_loads_torch_only(loaded: dict[str, set[str]], name: str) -> None:
-    assert "torch" in loaded[f"rlhfkit.{name}"]
-    assert not loaded[f"rlhfkit.{name}"] & HEAVY
-
-
-def test_a_pool_is_made_without_ray_and_vllm(loaded: dict[str, set[str]]) -> None:
-    assert not loaded["VLLMPool"] & HEAVY
+    for name in (*(f"rlhfkit.{name}" for name in LIGHT), "VLLMPool"):
+        assert "torch" in loaded[name], name
+        assert not loaded[name] & HEAVY, name
+    plain = {f"rlhf_zero{stage}" for stage in range(4)}
+    offloading = {f"rlhf_zero{stage}_offload" for stage in (1, 2, 3)}
+    assert {name for name in loaded["strategies"] if name.startswith("rlhf_zero")} == plain | offloading
+    assert "deepspeed" not in loaded["GRPOModule"]
 
 
 def test_what_is_not_there_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="no attribute 'GRPOTrainer'"):
         _ = rlhfkit.GRPOTrainer
-
-
-def test_strategies_are_known_by_name_once_a_module_is_imported(loaded: dict[str, set[str]]) -> None:
-    plain = {f"rlhf_zero{stage}" for stage in range(4)}
-    offloading = {f"rlhf_zero{stage}_offload" for stage in (1, 2, 3)}
-    assert {name for name in loaded["strategies"] if name.startswith("rlhf_zero")} == plain | offloading
-    assert "deepspeed" not in loaded["GRPOModule"]
 
 
 def test_the_loop_of_rollouts_names_no_part() -> None:

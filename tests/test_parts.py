@@ -8,7 +8,7 @@ import jsonargparse
 import lightning as L
 import pytest
 import torch
-from rl_runs import setup_run, weights
+from rl_runs import fit_run, setup_run, weights
 from tiny_models import tiny_model
 from torch import Tensor
 
@@ -56,24 +56,6 @@ def returns_nothing(rows: Experience) -> None:
 def drops_a_row(rows: Experience) -> Experience:
     """What a user should not do."""
     return rows.select(torch.arange(len(rows) - 1))
-
-
-class Writes(Part):
-    stage, writes = Stage.MODELS, ("scores",)
-
-    def prepare(self, rows: Experience) -> Experience:
-        return rows
-
-
-class Reads(Part):
-    stage, reads = Stage.CREDIT, ("scores",)
-
-    def prepare(self, rows: Experience) -> Experience:
-        return rows
-
-
-class Rewrites(Writes):
-    reads = ("scores",)
 
 
 class Counter(Part):
@@ -132,20 +114,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 # ---------------------------------------------------------------------- order
 
 
+def writes(**more: Any) -> Part:
+    return Prepare(halve_own, Stage.MODELS, writes=["scores"], **more)
+
+
+def reads(stage: Stage = Stage.CREDIT) -> Part:
+    return Prepare(halve, stage, reads=["scores"])
+
+
 def test_parts_are_sorted_by_stage_keep_their_order_within_one_and_may_change_what_another_has_written() -> None:
-    late, first, second = Writes(), Prepare(halve), Prepare(halve_own)
-    assert arrange([Reads(), late, first, second])[:3] == [first, second, late]
-    assert len(arrange([Writes(), Rewrites(), Reads()])) == 3
+    late, first, second = writes(), Prepare(halve), Prepare(halve_own)
+    assert arrange([reads(), late, first, second])[:3] == [first, second, late]
+    assert len(arrange([writes(), writes(reads=["scores"]), reads()])) == 3
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([Reads()], r"Reads \(CREDIT\) reads scores, which nothing before it writes: add the part .*: nothing"),
-        ([Prepare(halve, "POLICY", reads=["scores"]), Writes()], "halve .POLICY.*: give it a later stage than Writes"),
-        ([Writes(), Writes()], "Writes writes scores, which Writes has written before it: leave one of them"),
+        ([reads()], r"halve \(CREDIT\) reads scores, which nothing before it writes: add the part .*: nothing"),
+        ([reads(Stage.POLICY), writes()], "halve .POLICY.*: give it a later stage than halve_own"),
+        ([writes(), writes()], "halve_own writes scores, which halve_own has written before it: leave one of them"),
         (
-            [Writes(), ClipRewards(2.0)],
+            [ClipRewards(2.0)],
             r"no effect: nothing after it reads the rewards that ClipRewards\(limit=2.0\) writes: .* a reward_coef",
         ),
     ],
@@ -156,11 +146,6 @@ def test_a_wrong_order_is_refused_with_the_way_out(parts: list[Part], message: s
 
 
 # ---------------------------------------------------------------------- plain values
-
-
-def test_functions_and_classes_are_found_by_name() -> None:
-    assert make_part(halve).plain() == make_part("test_parts.halve").plain()
-    assert isinstance(make_part("test_parts.Counter"), Counter)
 
 
 @pytest.mark.parametrize(
@@ -192,36 +177,25 @@ def test_what_cannot_be_saved_is_refused_when_the_module_is_made(model: str, par
 
 def run(folder: Path, parts: Any, *, epochs: int = 2, ckpt: Path | None = None, **arguments: Any) -> Any:
     L.seed_everything(0, verbose=False)
-    trainer, module, data, rollouts = setup_run(
-        folder, module_arguments={"parts": parts} | arguments, max_epochs=epochs
-    )
-    trainer.fit(module, data, ckpt_path=ckpt)
-    return trainer, module, rollouts
+    return fit_run(folder, module_arguments={"parts": parts} | arguments, max_epochs=epochs, resume=ckpt)
 
 
 @pytest.mark.parametrize("step", [halve, halve_own])
-def test_a_function_of_rows_changes_rewards_before_advantages_and_not_the_log(tmp_path: Path, step: Any) -> None:
-    trainer, module, rollouts = run(tmp_path, [step], epochs=1, advantage_scale="none")
-    rows = rollouts.experience
-    expected = group_advantages(rows.rewards / 2, rows.group, scale="none")
-    torch.testing.assert_close(rows.advantages[:, 0], expected)
-    assert float(trainer.callback_metrics["rollout/reward"]) == pytest.approx(float(rows.rewards.mean()))
-    assert module.order[0].function is step
-
-
-def test_a_part_takes_part_in_rows_loss_metrics_and_hooks(tmp_path: Path) -> None:
+def test_a_function_and_a_part_take_part_in_rows_loss_metrics_and_hooks(tmp_path: Path, step: Any) -> None:
     part = Counter(2.0, factor=0.5)
-    trainer, _, rollouts = run(tmp_path, [part], epochs=1)
-    rows = rollouts.experience
-    torch.testing.assert_close(rows.advantages[:, 0], 2.0 * group_advantages(rows.rewards, rows.group))
-    logged = trainer.callback_metrics
+    trainer, module, rollouts = run(tmp_path, [part, step], epochs=1, advantage_scale="none")
+    rows, logged = rollouts.experience, trainer.callback_metrics
+    expected = 2.0 * group_advantages(rows.rewards / 2, rows.group, scale="none")
+    torch.testing.assert_close(rows.advantages[:, 0], expected)
+    assert float(logged["rollout/reward"]) == pytest.approx(float(rows.rewards.mean()))  # the log has the others
+    assert module.order[0].function is step
     assert logged["mine/factor"] == 0.5
     assert logged["mine/rows"] == 8
     assert logged["mine/term"] == pytest.approx(float(logged["policy/entropy"]), rel=0.05)
     assert part.steps == 2
     assert part.seen == [True] * 4
     # A factor of 1/2 takes back the doubled advantages: what is left is the term.
-    twin, _, _ = run(tmp_path / "other", [EntropyBonus(0.1)], epochs=1)
+    twin, _, _ = run(tmp_path / "other", [EntropyBonus(0.1), step], epochs=1, advantage_scale="none")
     for name in ("loss", "policy/approx_kl"):
         assert float(logged[name]) == pytest.approx(float(twin.callback_metrics[name]), rel=1e-4)
 
@@ -259,17 +233,11 @@ def test_two_parts_of_one_class_keep_two_states_and_a_resumed_run_continues(tmp_
 
 
 def test_print_shows_what_happens_when(model: str) -> None:
-    module = GRPOModule(model, parts=[MaskTruncated(), Counter(), halve], kl_coef=0.1)
     line = (
         "SHAPE halve -> POLICY OldLogprobs -> MODELS Reference -> CREDIT GroupAdvantages, Counter -> SELECT "
         "MaskTruncated | loss: dapo_loss + KLPenalty + Counter"
     )
-    assert line in repr(module)
-    own = ["GroupAdvantages()", "OldLogprobs()", "EngineMismatch()", "KLPenalty(coef=0.1)", "Reference()"]
-    assert [repr(part) for part in module.parts][:7] == [*own, "MaskTruncated()", "Counter()"]
-    assert "MODELS Critic -> CREDIT GAE, WhitenAdvantages, Returns | loss: ppo_loss" in repr(
-        PPOModule(model, kl_coef=0.0)
-    )
+    assert line in repr(GRPOModule(model, parts=[MaskTruncated(), Counter(), halve], kl_coef=0.1))
 
 
 def test_parts_are_given_in_yaml(model: str) -> None:
@@ -282,13 +250,15 @@ model:
     - class_path: test_parts.Counter
       init_args: {{scale: 3.0}}
     - test_parts.halve
+    - test_parts.Counter
     - class_path: rlhfkit.Prepare
       init_args: {{function: test_parts.halve_own, stage: CREDIT, reads: [advantages]}}
 """
     made = parser.instantiate_classes(parser.parse_string(text)).model
     assert [part.plain() for part in made.parts[3:]] == [  # after those of the module
         Counter(3.0).plain(),
-        Prepare(halve).plain(),
+        make_part(halve).plain(),
+        Counter().plain(),
         Prepare(halve_own, Stage.CREDIT, reads=["advantages"]).plain(),
     ]
 
@@ -306,9 +276,8 @@ def test_a_part_belongs_to_one_module_and_not_to_the_trainer(tmp_path: Path, mod
     GRPOModule(model, parts=[part])
     with pytest.raises(ValueError, match="Counter is a part of another module already"):
         GRPOModule(model, parts=[part])
-    trainer, module, data, _ = setup_run(tmp_path, callbacks=[Counter()])
     with pytest.raises(ValueError, match=r"Counter is a part of a module.*give it to GRPOModule\(parts=\[...\]\)"):
-        trainer.fit(module, data)
+        fit_run(tmp_path, callbacks=[Counter()])
 
 
 def test_a_trainer_that_fits_another_module_forgets_the_parts_of_the_first(tmp_path: Path) -> None:

