@@ -18,11 +18,11 @@ import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
+from rl_runs import grpo_settings
 from safetensors.torch import load_file
 from strategies.ranks import free_port
 from test_docs_examples import blocks
@@ -183,17 +183,15 @@ def ray_variables(world: Path, ray_folder: Path) -> dict[str, str]:
     trainer, rollouts = settings["trainer"], settings["trainer"]["callbacks"][-1]
     assert trainer["strategy"]["init_args"] == {"stage": 3, "launcher": "ray"}
     rollouts["init_args"] |= {"engine": None, "sampling": {"group_size": 2, "max_new_tokens": 4}}
-    model: dict[str, Any] = {"model": "model", "lr": 1e-3, "kl_coef": 0.1}
     reference = {"pool": {"class_path": "rlhfkit.ModelPool", "init_args": pool}}
-    model["parts"] = [{"class_path": "rlhfkit.modules.parts.Reference", "init_args": reference}]
-    data = {"data": "questions.jsonl", "prompt": "question", "answer": "answer"}
-    data |= {"rollout_batch_size": 8, "micro_batch_size": 4}
+    run = grpo_settings("model", "questions.jsonl")
+    parts = [{"class_path": "rlhfkit.modules.parts.Reference", "init_args": reference}]
+    run["model"]["init_args"] |= {"kl_coef": 0.1, "parts": parts}
+    run["data"]["init_args"] |= {"prompt": "question", "answer": "answer"}
+    run["data"]["init_args"] |= {"rollout_batch_size": 8, "micro_batch_size": 4}
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": "grpo"}}
     trainer |= {"devices": 1, "accelerator": "cpu", "max_epochs": 2, "logger": logger, "log_every_n_steps": 1}
-    settings |= {
-        "model": {"class_path": "rlhfkit.GRPOModule", "init_args": model},
-        "data": {"class_path": "rlhfkit.PromptDataModule", "init_args": data},
-    }
+    settings |= {"model": run["model"], "data": run["data"]}
     (world / "run.yaml").write_text(yaml.safe_dump(settings))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     return token | {"RAY_TMPDIR": str(ray_folder), "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1"}

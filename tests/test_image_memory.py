@@ -21,6 +21,7 @@ import torch
 import transformers
 from lightning.pytorch.loggers import CSVLogger
 from models.vision_families import TEXT, TOWER, idefics3
+from modules import data_runs
 from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
 from rlhfkit import (
@@ -95,17 +96,8 @@ def train(kind: str, model: str, rows: str, folder: Path, count: int) -> L.Train
         module = SFTModule(model, lr=1e-4)
         data = SFTDataModule(rows, completion="completion", micro_batch_size=ITERATION)
         epochs = 1
-    trainer = L.Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        max_epochs=epochs,
-        limit_val_batches=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=CSVLogger(folder),
-        log_every_n_steps=1,
-        callbacks=callbacks,
+    trainer = data_runs.trainer(
+        folder, max_epochs=epochs, limit_val_batches=0, logger=CSVLogger(folder), callbacks=callbacks
     )
     trainer.fit(module, data)
     return trainer
