@@ -57,16 +57,6 @@ def adapted(folder: Path) -> SFTModule:
     return module
 
 
-def test_a_checkpoint_becomes_a_folder_with_model_and_tokenizer(folder: Path, tmp_path: Path) -> None:
-    module = SFTModule(str(folder / "model"))
-    path = saved(module, tmp_path / "full.ckpt")
-    main(["export", str(path), str(tmp_path / "out")])
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert loaded.dtype == torch.float32
-    torch.testing.assert_close(logits(loaded), logits(module.policy), rtol=1e-5, atol=1e-5)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")("1+2=")["input_ids"] == [20, 14, 21, 32]
-
-
 def test_adapters_are_merged_in_any_type_or_written_alone(folder: Path, adapted: SFTModule, tmp_path: Path) -> None:
     import peft
 
@@ -108,7 +98,7 @@ def test_a_critic_is_exported_as_a_sequence_classifier(folder: Path, tmp_path: P
             export(path, tmp_path / "adapter", child="critic", adapter=True)
 
 
-def test_a_class_from_a_script_falls_back_to_what_it_was_derived_from(
+def test_a_checkpoint_of_a_class_from_a_script_becomes_a_folder_with_model_and_tokenizer(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Curious(SFTModule):
@@ -116,8 +106,11 @@ def test_a_class_from_a_script_falls_back_to_what_it_was_derived_from(
             super().__init__(*args, **kwargs)
 
     module = Curious(str(folder / "model"), curiosity=2.0)
-    out = export(saved(module, tmp_path / "run.ckpt"), tmp_path / "out")
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(out)), logits(module.policy))
+    main(["export", str(saved(module, tmp_path / "run.ckpt")), str(tmp_path / "out")])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.float32
+    torch.testing.assert_close(logits(loaded), logits(module.policy))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("1+2=")["input_ids"] == [20, 14, 21, 32]
     assert "exported as a rlhfkit.modules.supervised.sft:SFTModule" in caplog.text
 
 
