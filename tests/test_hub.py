@@ -38,19 +38,17 @@ def test_a_hub_that_must_not_be_asked_is_not(monkeypatch: pytest.MonkeyPatch) ->
         check_hub_model("nobody/nothing")
 
 
-@pytest.mark.parametrize("file", ["config.json", "adapter_config.json", "tokenizer_config.json"])
-def test_what_is_in_the_cache_is_left_to_transformers(file: str, no_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_the_cache_or_cannot_be_on_the_hub_is_left_to_transformers(
+    no_hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.utils.http_backoff", lambda *_, **__: pytest.fail("the hub was asked"))
-    saved = no_hub / "models--nobody--something"
-    (saved / "refs").mkdir(parents=True)
-    (saved / "refs/main").write_text("1234")
-    (saved / "snapshots/1234").mkdir(parents=True)
-    (saved / "snapshots/1234" / file).write_text("{}")
-    check_hub_model("nobody/something")
-
-
-def test_what_cannot_be_on_the_hub_is_left_to_transformers(no_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.utils.http_backoff", lambda *_, **__: pytest.fail("the hub was asked"))
+    for number, file in enumerate(("config.json", "adapter_config.json", "tokenizer_config.json")):
+        saved = no_hub / f"models--nobody--something{number}"
+        (saved / "refs").mkdir(parents=True)
+        (saved / "refs/main").write_text("1234")
+        (saved / "snapshots/1234").mkdir(parents=True)
+        (saved / "snapshots/1234" / file).write_text("{}")
+        check_hub_model(f"nobody/something{number}")
     monkeypatch.chdir(no_hub)
     (no_hub / "model").mkdir()
     check_hub_model("model")

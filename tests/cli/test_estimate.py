@@ -81,14 +81,10 @@ def test_the_configuration_of_the_page_is_estimated_without_a_cluster(
     arguments["model"] = model
     for part, argument in zip(arguments["parts"], ("pool", "models"), strict=True):
         part["init_args"][argument]["init_args"]["model"] = model
-    pool = {"strategy": "rlhf_zero3", "num_ranks": 4, "resources": {"GPU": 1}}
-    elsewhere = {"class_path": "rlhfkit.CriticPool", "init_args": pool}
-    for critic, more, peaks in ((model, 0, set[str]()), (elsewhere, 4, {"critic GPU"})):
-        arguments["critic"] = critic
-        path = tmp_path / "page.yaml"
-        path.write_text(yaml.safe_dump(written))
-        words = ["--config", str(path), "--trainer.callbacks.init_args.sampling.max_new_tokens", "100", "--json"]
-        main(["estimate", *words])
-        found = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert (found["training_gpus"], found["gpus"]) == (8, 8 + 4 + 2 * 2 + 1 + more)
-        assert {"reference GPU", "reward model GPU"} | peaks <= set(found["peak"])
+    arguments["critic"] = model
+    path = tmp_path / "page.yaml"
+    path.write_text(yaml.safe_dump(written))
+    main(["estimate", "--config", str(path), "--trainer.callbacks.init_args.sampling.max_new_tokens", "100", "--json"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["training_gpus"], found["gpus"]) == (8, 8 + 4 + 2 * 2 + 1)
+    assert {"reference GPU", "reward model GPU"} <= set(found["peak"])
