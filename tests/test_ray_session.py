@@ -1,4 +1,4 @@
-"""Joining the Ray cluster of another process; that it works is tested with pools (``rollout/remote/test_pool.py``)."""
+"""Joining the Ray cluster of another process; it is used by pools (``rollout/remote/test_scheduler.py``)."""
 
 import socket
 from pathlib import Path

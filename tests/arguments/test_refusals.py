@@ -396,6 +396,7 @@ REFUSED: dict[type, list[tuple[dict[str, Any], str]]] = {
         ({"engine": Plain(), "parts": [Ahead(in_flight=True)]}, "Plain does not say that it can"),
         ({"engine": Plain(), "parts": [Oversampling(0.5)]}, r"Oversampling\(0\.5\) .* Plain cannot"),
         ({"parts": [Ahead(1), SharedDevices(True)]}, "with Ahead it generates while the policy learns"),
+        ({"engine": VLLMPool(colocate=True), "parts": [Ahead(1)]}, r"^VLLMPool\(colocate=True\) takes the training"),
         ({"engine": VLLMPool(), "sampling": SamplingSpec(stop="x"), **CONTINUED}, r"SamplingSpec\(stop=...\)"),
         (
             {"engine": VLLMPool(), "sampling": SamplingSpec(regex="a+", presence_penalty=1.0), **CONTINUED},

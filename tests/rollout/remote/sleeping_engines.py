@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -23,7 +22,6 @@ from rlhfkit import RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks import SharedDevices
 from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import sample_seed
-from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.supervision.calls import Completion, Request
 from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy
@@ -61,8 +59,6 @@ class SleepingEngine(ToyEngine):
             raise RuntimeError(f"asked to generate with {sorted(self.memory)}, weights {self.weights}")
         if not self.log or self.log[-1][1] != "engine: generate":
             self.note("generate")
-        if any(arguments["fails"] for _, arguments in requests):
-            raise RefusedRequest("the engine does not like it")
         return [self._sample(arguments) for _, arguments in requests]
 
     def _sample(self, arguments: dict[str, Any]) -> Completion:
@@ -127,7 +123,6 @@ class SleepingPool(VLLMPool):
             health=HealthPolicy(probe_period=0.2, probe_timeout=30.0, recovery_timeout=0.5, max_restarts=20),
         )
         self.folder = folder
-        self.fails = False
 
     def start_engines(
         self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
@@ -147,7 +142,7 @@ class SleepingPool(VLLMPool):
         self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int, begun: Any = None
     ) -> Request:
         seed = sample_seed(sampling.seed, iteration, prompt.index, index)
-        return prompt.token_ids.tolist(), {"tokens": sampling.max_new_tokens, "seed": seed, "fails": self.fails}
+        return prompt.token_ids.tolist(), {"tokens": sampling.max_new_tokens, "seed": seed}
 
     def close(self) -> None:
         self.version = None
@@ -263,13 +258,3 @@ def on_ranks(folder: Path) -> dict[str, Any]:
         }
         pool.really_close()
     return result
-
-
-class Each(L.Callback):
-    """Calls a function before every micro-batch."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.function = function
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.function()

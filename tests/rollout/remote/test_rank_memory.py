@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import LambdaCallback
+from strategies import ranks
 from waiting import until
 
-from rlhfkit import Ahead
 from rlhfkit.callbacks import SharedDevices
-from rlhfkit.rollout.errors import RequestError
 from rlhfkit.rollout.supervision.health import State
 from rollout.remote.sleeping_engines import (
-    Each,
     Recorder,
     SleepingPool,
     events,
@@ -69,25 +68,20 @@ def test_everything_happens_in_the_order_that_device_phases_documents(
     assert start == ["rank: all states leave", "rank: states are back"]
 
 
-@pytest.mark.parametrize(("level", "where"), [(1, "reward"), (2, "generation")])
+@pytest.mark.parametrize("level", [2])
 def test_after_an_error_the_next_run_begins_as_the_first(
-    pool: SleepingPool, tmp_path: Path, apart: dict[str, Any], level: int, where: str, monkeypatch: pytest.MonkeyPatch
+    pool: SleepingPool, tmp_path: Path, apart: dict[str, Any], level: int
 ) -> None:
     calls: list[int] = []
 
     def broken(samples: Any) -> list[float]:
         calls.append(len(samples))
-        if where == "reward" and len(calls) == 2:  # in the first iteration, after the validation
+        if len(calls) == 2:  # in the first iteration, after the validation
             raise ArithmeticError("the reward is broken")
         return parity(samples)
 
-    def break_engine() -> None:
-        pool.fails = where == "generation"
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pool, "fails", False)
-        with pytest.raises(ArithmeticError if where == "reward" else RequestError):
-            run(tmp_path, pool, reward=broken, parts=[SharedDevices(True)], callbacks=[Each(break_engine)])
+    with pytest.raises(ArithmeticError):
+        run(tmp_path, pool, reward=broken, parts=[SharedDevices(True)])
     assert pool.version is None
     found = run(tmp_path, pool, parts=[SharedDevices(True)])
     assert all(found[name] == apart[name] for name in ("digest", "tokens"))
@@ -112,14 +106,18 @@ def test_an_engine_that_dies_asleep_gets_the_weights_that_the_pool_thinks_it_has
         engines.update(at_once=True)
         assert engines.handles[0] is killed[0]  # training has the memory
 
-    found = run(tmp_path, pool, parts=[SharedDevices(True)], callbacks=[Each(kill_once)])
+    each = LambdaCallback(on_train_batch_start=lambda *_: kill_once())
+    found = run(tmp_path, pool, parts=[SharedDevices(True)], callbacks=[each])
     assert engines.handles[0].restarts == killed[0].restarts + 1
     assert all(found[name] == apart[name] for name in ("digest", "tokens"))
 
 
-@pytest.mark.parametrize("level", [2])
-def test_engines_that_sleep_during_training_cannot_sample_during_training(
-    pool: SleepingPool, tmp_path: Path, level: int
-) -> None:
-    with pytest.raises(ValueError, match=r"has it sleep while the policy learns.* use one"):
-        run(tmp_path, pool, parts=[Ahead(1)])
+@pytest.mark.distributed
+def test_every_rank_frees_memory_before_an_engine_takes_it(tmp_path: Path) -> None:
+    """Two ranks and one engine, on the first one's device: the other exports nothing, and frees its own memory."""
+    first, second = ranks.run("rollout.remote.sleeping_engines:on_ranks", 2, tmp_path)
+    assert first["digest"] == second["digest"]
+    assert (first["exported"], second["exported"]) == (5, 0)
+    for rank in (first, second):
+        seen = merged(rank["log"], first["engine"])
+        assert seen[-len(phases_of_a_run(2)) :] == phases_of_a_run(2)

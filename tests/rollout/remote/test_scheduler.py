@@ -1,12 +1,15 @@
-"""Requests of one caller: real Ray actors without a model."""
+"""Requests of one caller, and of ranks that die: real Ray actors without a model."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from strategies import ranks
 from waiting import until
 
-from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import EngineError, StallError
 from rlhfkit.rollout.supervision.calls import Request
@@ -29,28 +32,19 @@ def engines(ray_session: None) -> Iterator[Engines]:
         made.close()
 
 
-def make_request(prompt: Prompt, index: int, *, iteration: int, begun: Sample | None = None) -> Request:
+def make_request(prompt: Prompt, index: int, *, iteration: int, begun: Any = None) -> Request:
     """The answer has as many tokens as the iteration's number says, after tenths of a second as the prompt's says.
 
-    A prompt of 90 or more is held; what was begun ends at once.
+    A prompt of 90 or more is held.
     """
-    tokens, first = iteration if begun is None else iteration - begun.num_tokens, prompt.token_ids.tolist()[0]
-    return request(first, tokens=tokens, seconds=0.0 if begun else HELD if first >= 90 else first / 10)
+    first = prompt.token_ids.tolist()[0]
+    return request(first, tokens=iteration, seconds=HELD if first >= 90 else first / 10)
 
 
 def open_stream(engines: Engines) -> PoolStream:
     """A stream of groups of two."""
     sampling = SamplingSpec(group_size=2, max_new_tokens=8)
     return PoolStream(engines, sampling, make_request, 60.0, iteration=2, knows_logprobs=True)
-
-
-class Clock:
-    """Seconds pass when a test says so."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_wait_ends_when_its_time_is_over_and_loses_nothing(engines: Engines) -> None:
@@ -65,8 +59,8 @@ def test_a_wait_ends_when_its_time_is_over_and_loses_nothing(engines: Engines) -
 
 
 def test_a_caller_that_polls_learns_of_a_stall_as_one_that_waits(engines: Engines) -> None:
-    clock = Clock()
-    scheduler = RequestScheduler(engines, timeout=1.0, clock=clock)
+    clock = SimpleNamespace(now=0.0)
+    scheduler = RequestScheduler(engines, timeout=1.0, clock=lambda: clock.now)
     scheduler.submit([request(seconds=HELD)])
     for clock.now in (0.0, 0.4, 0.8):
         assert scheduler.collect(0.0) == {}
@@ -77,8 +71,8 @@ def test_a_caller_that_polls_learns_of_a_stall_as_one_that_waits(engines: Engine
 
 
 def test_time_that_the_caller_spends_on_results_is_no_stall(engines: Engines) -> None:
-    clock = Clock()
-    scheduler = RequestScheduler(engines, timeout=4.0, clock=clock)
+    clock = SimpleNamespace(now=0.0)
+    scheduler = RequestScheduler(engines, timeout=4.0, clock=lambda: clock.now)
     first, second = scheduler.submit([request()]), scheduler.submit([request(until="results are looked at")])
     assert list(scheduler.collect()) == [first]
     clock.now = 4.1
@@ -106,30 +100,6 @@ def test_one_stream_samples_for_several_iterations_in_the_order_of_submission(en
     stream.close()
 
 
-def test_a_stream_that_is_cut_returns_what_was_made_and_another_continues_it(engines: Engines) -> None:
-    stream = open_stream(engines)
-    stream.submit([Prompt(0, [1]), Prompt(1, [90]), Prompt(2, [90])], iteration=5)
-    (first,) = stream.collect(3, wait=30.0)
-    assert first[0].prompt.index == 0
-    cut = stream.cut()  # without those that are not cut within its own limit
-    assert [(group[0].prompt.index, [sample.finish_reason for sample in group]) for group in cut] == [
-        (1, ["abort"] * 2),
-        (2, ["abort"] * 2),
-    ]
-    assert engines.handles[0].num_requests == 0
-    cut[1][1].finish_reason = "stop"  # one sample of the last group was finished
-    stream = open_stream(engines)
-    stream.resume(cut, iteration=5)
-    groups = [group for _ in range(2) for group in stream.collect(1, wait=30.0)]
-    assert sorted((group[0].prompt.index, [sample.num_tokens for sample in group]) for group in groups) == [
-        (1, [5, 5]),
-        (2, [5, 1]),
-    ]
-    groups.sort(key=lambda group: group[0].prompt.index)
-    assert [run for group in groups for sample in group for run in sample.version_runs] == [(3, 5)] * 3 + [(3, 1)]
-    stream.close()
-
-
 def test_a_stream_that_is_closed_leaves_no_request_behind(engines: Engines) -> None:
     """Neither counted here nor in the engine."""
     stream = open_stream(engines)
@@ -145,22 +115,6 @@ def test_a_stream_that_is_closed_leaves_no_request_behind(engines: Engines) -> N
         return {key for key in keys if key.startswith(stream.scheduler._name)}
 
     until(lambda: len(aborted()) == 6)  # the engine is told, and not waited for
-
-
-def test_streams_of_several_threads_get_what_is_theirs(engines: Engines) -> None:
-    def collect(caller: int) -> list[list[int]]:
-        stream = open_stream(engines)
-        stream.submit([Prompt(row, [caller]) for row in range(5)])
-        found = []
-        while groups := stream.collect(2):
-            found += [sample.token_ids.tolist() for group in groups for sample in group]
-        stream.close()
-        return found
-
-    with ThreadPoolExecutor(4) as threads:
-        answers = list(threads.map(collect, range(1, 5)))
-    assert answers == [[[caller, caller]] * 10 for caller in range(1, 5)]
-    assert engines.handles[0].num_requests == 0
 
 
 def test_an_engine_that_fails_twice_in_the_same_way_is_not_restarted_and_callers_learn_of_what(
@@ -196,3 +150,15 @@ def test_an_engine_that_fails_twice_in_the_same_way_is_not_restarted_and_callers
     assert engines.handles[0].restarts == 3
     with pytest.raises(EngineError, match=r"(?s)no toy engine serves, and none is restarted:.*head size 8 is not"):
         answer()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("scenario", "survivor"), [("a_rank_dies", 0), ("rank_0_dies", 1)])
+def test_a_rank_that_dies_is_noticed_by_the_one_that_survives(tmp_path: Path, scenario: str, survivor: int) -> None:
+    processes = ranks.start(f"rollout.remote.pool_ranks:{scenario}", ranks=2, folder=tmp_path)
+    try:
+        until(lambda: processes[survivor].poll() is not None, limit=600)
+    finally:
+        ranks.stop(processes)
+    logs = "\n".join((tmp_path / f"rank_{rank}.log").read_text()[-3000:] for rank in range(2))
+    assert (tmp_path / f"result_{survivor}.json").exists(), logs
