@@ -297,51 +297,19 @@ def test_what_a_reward_model_reads_has_a_token_and_fits_its_context(tmp_path: Pa
         compute_rows(model, TokenRows.of(batch, [2]), options, reading, torch.device("cpu"))
 
 
-class Layer(torch.nn.Module):
-    """Says on which device it computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(2))
-        self.seen: list[str] = []
-
-    def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor]:
-        self.seen += [x.device.type, mask.device.type, self.weight.device.type]
-        return (x * self.weight,)
-
-
-class Layers(torch.nn.Module):
-    """Four layers between an embedding and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3)
-        self.layers = torch.nn.ModuleList(Layer() for _ in range(4))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            (x,) = layer(x, mask=ids)
-        found: torch.Tensor = self.head(x)
-        return found
-
-
-def test_each_device_of_a_replica_has_an_equal_part_of_the_layers_and_all_else_is_on_the_first() -> None:
-    cpu, other = torch.device("cpu"), torch.device("meta")
-    model: Any = spread(Layers(), [cpu, other])
-    assert [layer.weight.device for layer in model.layers] == [cpu, cpu, other, other]
-    assert {one.device for part in (model.embed, model.head) for one in part.parameters()} == {cpu}
-    layer = model.layers[3]
+def test_each_device_of_a_replica_has_an_equal_part_of_the_layers_and_all_else_is_on_the_first(folder: Path) -> None:
+    batch, cpu, other = rows(), torch.device("cpu"), torch.device("meta")
+    model: Any = spread(load_causal_lm(str(folder)), [cpu, other])
+    first, second = ({one.device for one in layer.parameters()} for layer in model.model.layers)
+    around = {one.device for name, one in model.named_parameters() if ".layers." not in name}
+    assert (first, second, around) == ({cpu}, {other}, {cpu})
     with pytest.raises(NotImplementedError, match="meta"):  # there is nothing to copy back from this device
-        layer(torch.ones(1, 2), mask=torch.ones(1))
-    assert layer.seen == ["meta"] * 3
-    ids = torch.tensor([[0, 1, 2]])
-    torch.manual_seed(0)
-    whole = Layers()
-    wanted = whole(ids)
-    torch.testing.assert_close(spread(whole, [cpu, cpu])(ids), wanted, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="4 layers cannot be divided over 5 devices"):
-        spread(Layers(), [cpu] * 5)
+        policy_output(model, batch, batch.action_mask)
+    with torch.no_grad():
+        whole = policy_output(spread(load_causal_lm(str(folder)).eval(), [cpu, cpu]), batch, batch.action_mask)
+    torch.testing.assert_close(whole.logprobs, expected(folder, batch), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="2 layers cannot be divided over 3 devices"):
+        spread(load_causal_lm(str(folder)), [cpu] * 3)
 
 
 def test_a_run_whose_replicas_are_all_dead_ends_with_an_error_and_can_be_resumed(

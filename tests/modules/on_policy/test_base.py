@@ -13,7 +13,7 @@ import torch
 from test_docs_parts import examples
 from torch import Tensor
 
-from rlhfkit import GRPOModule, PPOModule, losses
+from rlhfkit import GRPOModule, OnlineDPOModule, PPOModule, losses
 from rlhfkit.data import Experience
 from rlhfkit.losses.advantages.rewards import token_rewards
 from rlhfkit.models import PolicyOutput
@@ -156,8 +156,9 @@ def test_the_optimal_token_baseline_is_reached_by_name_and_reads_the_engines_log
         (lambda: GRPOModule("anywhere", parts=[Correction("icepop")]), False, "icepop"),
         (lambda: GRPOModule("anywhere", parts=[NoCorrection()]), False, None),
         (lambda: GRPOModule("anywhere", policy_loss="decoupled_ppo_loss"), False, None),  # has its own
+        (lambda: OnlineDPOModule("anywhere"), False, None),  # whose loss has no weights of tokens
     ],
-    ids=["GRPO", "PPO", "chosen", "none", "decoupled"],
+    ids=["GRPO", "PPO", "chosen", "none", "decoupled", "online DPO"],
 )
 def test_samples_of_quantized_engines_are_corrected_unless_it_was_chosen_otherwise(
     module: Any, set_by_default: bool, correction: str | None

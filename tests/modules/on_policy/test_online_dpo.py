@@ -7,7 +7,6 @@ Several ranks, epochs and caps of tokens: ``tests/callbacks/rollout/test_epochs.
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from rl_runs import digits, fit_run, setup_run, weights
 from tiny_models import completion_logprobs
 from transformers import AutoModelForCausalLM
 
-from rlhfkit import LocalEngine, OnlineDPOModule, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import LocalEngine, OnlineDPOModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.modules.parts import Pairs
 
 BETA, LR, TEMPERATURE, NLL = 0.4, 0.05, 0.8, 0.3
@@ -99,11 +98,3 @@ def test_micro_batches_and_groups_without_a_pair_are_refused(tmp_path: Path) -> 
     )
     with pytest.raises(ValueError, match="raise PromptDataModule"):
         trainer.fit(module, data)
-
-
-def test_replayed_samples_are_refused_as_the_loss_has_no_weights(tmp_path: Path) -> None:
-    module = OnlineDPOModule(str(tmp_path))
-    buffer = ReplayBuffer()
-    RolloutCallback(sampling=SamplingSpec(group_size=2), parts=[buffer])
-    with pytest.raises(ValueError, match="samples of earlier policies, for which it has no importance weights"):
-        buffer.check(SimpleNamespace(lightning_module=module))  # type: ignore[arg-type]

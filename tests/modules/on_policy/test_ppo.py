@@ -18,9 +18,6 @@ from rlhfkit import Experience, LoRA, PPOModule, Prompt, RolloutCallback, Sample
 from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_output
 from rlhfkit.modules.parts import Critic
-from rlhfkit.modules.parts.kl_control import KLTarget
-from rlhfkit.modules.parts.kl_penalty import KLInReward, Reference
-from rlhfkit.modules.parts.old_policy import OldLogprobs
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards
 from rlhfkit.rollout import ModuleWeights
@@ -37,7 +34,6 @@ from .ppo_cases import (
     reward_at_the_end,
 )
 from .preparation.test_rewards import reward_model
-from .test_base import experience
 
 
 def digits_as_they_come(samples: Sequence[Sample]) -> list[float]:
@@ -127,25 +123,6 @@ def test_three_iterations_are_the_loop_by_hand(tmp_path: Path, case: str) -> Non
         assert float(trainer.callback_metrics["ptx/loss"]) == pytest.approx(sum(losses[4:]) / 2, rel=1e-4)
     else:
         check_moved_alike(module.critic, critic, started)
-
-
-def test_the_critic_learns_the_returns_of_the_kl_coefficient_that_the_advantages_have() -> None:
-    rows = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
-    batch = experience()
-    module: Any = PPOModule(
-        "anywhere", kl_coef=0.5, parts=[KLTarget(1e-3, horizon=6)], whiten_advantages=False, lam=1.0
-    )
-    module.critic = torch.nn.Identity()
-    for part in module.parts:
-        if isinstance(part, OldLogprobs | Reference):
-            part.prepare = lambda rows: rows  # type: ignore[method-assign]
-    module.passes.forward = lambda *arguments: rows.where(batch.action_mask, 0.0)
-    prepared = module.prepare(batch)
-    torch.testing.assert_close(
-        prepared.columns["returns"], (prepared.advantages + prepared.columns["values"]).where(batch.action_mask, 0.0)
-    )
-    penalty = next(part for part in module.parts if isinstance(part, KLInReward))
-    assert penalty.coef == pytest.approx(0.5 * 1.2)  # of the next iteration
 
 
 def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrated_reward(tmp_path: Path) -> None:

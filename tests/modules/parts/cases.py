@@ -8,7 +8,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from rl_runs import PlainGRPO, digits, setup_run
 import rlhfkit.modules.parts
 from modules.on_policy.ppo_cases import PlainPPO
 from rlhfkit import Experience, GRPOModule, PolicyOutput, RolloutCallback, SamplingSpec, SFTDataModule
-from rlhfkit.modules.on_policy.forward_passes import two_tokens
 from rlhfkit.modules.parts import Critic
 from rlhfkit.parts import Part
 
@@ -117,31 +116,6 @@ def numbers(trainer: L.Trainer, module: Any) -> dict[str, float]:
     kept = {name: float(value) for name, value in trainer.callback_metrics.items() if "time/" not in name}
     sums = {name: float(value.double().abs().sum()) for name, value in module.policy.state_dict().items()}
     return kept | sums
-
-
-def batch_of(tokens: int = 5) -> Experience:
-    """Two sequences, of which the second has fewer tokens; counts of an optimizer step with another micro-batch."""
-    one = two_tokens()
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.ones(2, tokens, dtype=torch.bool)
-    mask[1, 3:] = False
-    values = torch.randn(2, tokens, generator=generator)
-    return replace(
-        one,
-        input_ids=torch.zeros(2, tokens + 1, dtype=torch.int64),
-        attention_mask=torch.ones(2, tokens + 1, dtype=torch.bool),
-        action_mask=mask,
-        rollout_logprobs=values - 2.0,
-        versions=torch.zeros(2, tokens, dtype=torch.int64),
-        rewards=torch.tensor([1.0, 0.0]),
-        group=torch.zeros(2, dtype=torch.int64),
-        sample_index=torch.arange(2),
-        truncated=torch.tensor([False, True]),
-        update=torch.zeros(2, dtype=torch.int64),
-        advantages=torch.tensor([1.0, -1.0])[:, None].expand(2, tokens),
-        step_tokens=16.0,
-        step_micro_batches=2,
-    )
 
 
 def output_of(batch: Experience) -> PolicyOutput:

@@ -17,7 +17,9 @@ from torch import Tensor
 from modules.on_policy.test_base import experience
 from rlhfkit import GRPOModule, PPOModule
 from rlhfkit.losses import kl_estimate
-from rlhfkit.models import PolicyOutput
+from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.models.forward import unwrap
+from rlhfkit.models.routing import attach_routing
 from rlhfkit.modules.parts import KLInReward, KLPenalty, KLTarget, MovingReference, Reference, RouterReplay, StopEarly
 from rlhfkit.modules.parts.old_policy import OldLogprobs
 from rlhfkit.parts import Part, Stage
@@ -28,7 +30,34 @@ LIMIT = 2e-2
 case(partial(Reference, None), module={"kl_coef": 0.1}, always=True)("test_ppo.py")
 case(partial(MovingReference, 2, alpha=0.25), module={"kl_coef": 5.0})("../test_moving_reference.py")
 rerouted = ("policy/rerouted_fraction",)
-case(RouterReplay, metrics=rerouted, of_rows=rerouted, model=tiny_mixture)("test_router_replay.py")
+
+
+@case(RouterReplay, metrics=rerouted, of_rows=rerouted, model=tiny_mixture)
+def router_replay_formula(folder: Path) -> None:
+    """Later updates have the choices of the policy before the iteration, and the first is free."""
+    updates: list[int] = []
+
+    class Before(Part):
+        def prepare(self, rows: Any) -> Any:
+            self.before = copy.deepcopy(unwrap(self.module.policy)).eval()
+            attach_routing(self.before)
+            return rows
+
+        def observe(self, batch: Any, out: Any, old: Any) -> dict[str, Any]:
+            mask, chosen = batch.action_mask, batch.attention_mask[:, 1:]
+            with torch.no_grad():
+                before = policy_output(self.before, batch, mask, temperature=batch.temperature, routing=True)
+            updates.append(int(batch.update[0]))
+            if updates[-1] == 0:
+                torch.testing.assert_close(out.logprobs[mask], before.logprobs[mask])
+            else:
+                assert torch.equal(batch.columns["routing"][chosen], before.routing[chosen])
+                torch.testing.assert_close(old[mask], before.logprobs[mask], atol=1e-5, rtol=0.0)
+            return {}
+
+    trainer, _ = fit(folder, CASES["RouterReplay"], parts=[RouterReplay(), Before()], max_epochs=1)
+    assert updates == [0, 0, 1, 1]
+    assert 0.0 < trainer.callback_metrics["policy/rerouted_fraction"] < 1.0
 
 
 @case(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from modules.on_policy.test_base import experience
 from rlhfkit import Prompt, Sample, SFTDataModule
 from rlhfkit.modules.parts import (
     Correction,
@@ -24,7 +25,7 @@ from rlhfkit.modules.parts import (
 from rlhfkit.modules.parts.correction import EngineMismatch
 from rlhfkit.parts import Part
 
-from .cases import Case, attached, batch_of, case, fit, output_of
+from .cases import Case, attached, case, fit, output_of
 
 
 async def distant_engine(prompt: Prompt, size: int, sampler: Any) -> list[Sample]:
@@ -61,9 +62,9 @@ MISMATCHES = tuple(
 @case(EngineMismatch, metrics=MISMATCHES, always=True)
 def mismatch_formula(folder: Path) -> None:
     """Means over the tokens that the engine gave a log-prob, without replayed answers; NaN where there is none."""
-    batch = batch_of()
-    out, old = output_of(batch), batch.rollout_logprobs + 0.1 * torch.arange(-5.0, 5.0).reshape(2, 5)
-    batch.rollout_logprobs[0, 1] = math.nan
+    batch = experience()
+    out, old = output_of(batch), batch.rollout_logprobs + 0.05 * torch.arange(-18.0, 18.0).reshape(6, 6)
+    batch.rollout_logprobs[0, 2] = math.nan
     part = EngineMismatch()
 
     def measured() -> dict[str, float]:
@@ -83,25 +84,25 @@ def mismatch_formula(folder: Path) -> None:
             "untruncated_eff_sample_size": sum(ratios) ** 2 / (len(gaps) * sum(ratio**2 for ratio in ratios)),
         }
 
-    assert measured() == pytest.approx(expected([0, 1]), rel=1e-5)
-    batch.replayed = torch.tensor([False, True])
-    assert measured() == pytest.approx(expected([0]), rel=1e-5)
+    assert measured() == pytest.approx(expected([*range(6)]), rel=1e-5)
+    batch.replayed = torch.tensor([False, True, True, False, True, True])
+    assert measured() == pytest.approx(expected([0, 3]), rel=1e-5)
     batch.rollout_logprobs[:] = math.nan
     assert all(math.isnan(value) for value in measured().values())
 
 
 @case(partial(EntropyBonus, 0.1))
 def entropy_bonus_formula(folder: Path) -> None:
-    """Minus ``coef`` times the mean entropy of the step's 16 tokens, as this micro-batch's share of two."""
-    batch = batch_of()
+    """Minus ``coef`` times the mean entropy of the step's 40 tokens, as this micro-batch's share of two."""
+    batch = experience()
     out = output_of(batch)
     loss = attached(EntropyBonus(0.25)).term(batch, out, out.logprobs.detach()).loss
     entropy: Tensor = out.entropy  # type: ignore[assignment]
     total = sum(entropy.detach()[batch.action_mask].tolist())
-    torch.testing.assert_close(loss.item(), -0.25 * total / 16 * 2)
+    torch.testing.assert_close(loss.item(), -0.25 * total / 40 * 2)
     loss.backward()
     gradient: Tensor = entropy.grad  # type: ignore[assignment]
-    torch.testing.assert_close(gradient, -0.25 * 2 / 16 * batch.action_mask.float())
+    torch.testing.assert_close(gradient, -0.25 * 2 / 40 * batch.action_mask.float())
 
 
 @case(partial(EntropyTarget, 100.0, step=0.02), metrics=("policy/entropy_coef",))

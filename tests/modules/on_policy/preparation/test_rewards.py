@@ -17,7 +17,6 @@ from rlhfkit.models import ModelLoading
 from rlhfkit.models.forward import forward_of, packs_batches
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules.parts import RewardModel
-from rlhfkit.parts import make_part
 from rlhfkit.rewards import ModelReward
 
 
@@ -30,21 +29,14 @@ def reward_model(folder: Path) -> str:
     return str(folder / "reward")
 
 
-def test_the_score_of_one_model_has_a_weight_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = make_part(RewardModel("somewhere", -0.5).plain())
-    scores = torch.tensor([1.0, 2.0])
-    monkeypatch.setattr(part, "_scores_by_name", lambda rows: {"": scores})
-    assert part.parts_of(scores)["model"].tolist() == [-0.5, -1.0]
-
-
-def test_a_reward_model_is_reward_enough(tmp_path: Path) -> None:
+def test_a_reward_model_with_a_weight_is_reward_enough(tmp_path: Path) -> None:
     trainer, module, rollouts = fit_run(
         tmp_path,
-        module_arguments={"parts": [RewardModel(reward_model(tmp_path)).plain()], "lr": 5e-3},
+        module_arguments={"parts": [RewardModel(reward_model(tmp_path), -0.5).plain()], "lr": 5e-3},
         rollouts=RolloutCallback(sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         max_epochs=1,
     )
-    scores = ModelReward(str(tmp_path / "reward"))(rollouts.samples)
+    scores = [-0.5 * score for score in ModelReward(str(tmp_path / "reward"))(rollouts.samples)]
     assert rollouts.experience.rewards.tolist() == pytest.approx(scores, abs=1e-5)
     assert float(trainer.callback_metrics["rollout/reward"]) == pytest.approx(statistics.fmean(scores), abs=1e-5)
     assert rollouts.experience.advantages.abs().sum() > 0
