@@ -11,6 +11,7 @@ import pytest
 import torch
 from arguments import learning
 from models.vision_families import picture
+from modules import data_runs
 from modules.data_runs import SOURCES, row
 from rl_runs import RANK, RANKS
 
@@ -210,11 +211,8 @@ def train(
     else:
         source = SOURCES[data](rows, micro_batch_size=size, shuffle=own is not None)
     window = STEP // (size * ranks)
-    plain = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_checkpointing": False}
-    trainer = L.Trainer(
-        logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, callbacks=used,
-        use_distributed_sampler=False, accumulate_grad_batches=window, **plain | more,
-    )  # fmt: skip
+    options = {"callbacks": used, "accumulate_grad_batches": window, "use_distributed_sampler": False, "max_epochs": 1}
+    trainer = data_runs.trainer(folder, **options | more)
     trainer.fit(OneRate(**arguments), source, ckpt_path=resume)
     assert trainer.global_step == STEPS * more.get("max_epochs", 1)
     # Lightning has divided each by the number of micro-batches already.

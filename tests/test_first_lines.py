@@ -3,16 +3,14 @@
 Covers ``first_lines.py``.
 """
 
-import json
 import logging
 import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
+from modules.data_runs import write
 from tiny_models import tiny_model
 
 from rlhfkit.first_lines import TIPS, TipFilter, silence_tips, without_load_report
@@ -56,10 +54,6 @@ NOT_OURS = (
     "LOAD REPORT",
     "across ranks is zero",  # where there is no validation data
 )
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")

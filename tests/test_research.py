@@ -20,7 +20,7 @@ from rlhfkit import Invariants, LocalEngine, RolloutCallback, Sample, SamplingSp
 from rlhfkit.callbacks import SharedDevices
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rewards import PairwiseReward
-from rlhfkit.rollout import GroupFunction, sample_seed
+from rlhfkit.rollout import GroupFunction, sample_groups, sample_seed
 from rlhfkit.rollout.groups import GroupRunner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tutorials" / "research"))
@@ -154,19 +154,14 @@ class World(NamedTuple):
     reference: Any
     policy: Any
 
-    def theirs(self, group: GroupFunction) -> list[Sample]:
-        """The samples of the other sampler, each marked as one."""
-        runner = self.runner(group)
-        samples = runner.generate(PROMPTS, OF_THREE, iteration=4)
-        runner.close()
-        return [sample for sample in samples if set(sample.versions.tolist()) == {-1}]
-
-    def runner(self, group: GroupFunction) -> GroupRunner:
+    def samples(self, group: GroupFunction, sampling: SamplingSpec = OF_THREE) -> list[Sample]:
         engine = local_engine(self.folder, self.policy, version=7, max_sequences=2)
         group.start(engine, str(self.folder), dtype=torch.float32)
-        runner = GroupRunner(engine, group)
-        runner.configure(tiny_tokenizer(), None, str(self.folder))
-        return runner
+        return sample_groups(engine, group, PROMPTS, sampling, model=str(self.folder), iteration=4)
+
+    def theirs(self, group: GroupFunction) -> list[Sample]:
+        """The samples of the other sampler, each marked as one."""
+        return [sample for sample in self.samples(group) if set(sample.versions.tolist()) == {-1}]
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +181,7 @@ def tokens(samples: Sequence[Sample]) -> list[list[int]]:
 
 def test_a_group_is_the_policys_samples_and_then_the_references(world: World) -> None:
     """Drawn by seeds of their own, so that equal models do not give equal answers."""
-    runner = world.runner(ReferenceSamples(LocalEngine()))
-    samples = runner.generate(PROMPTS, OF_THREE, iteration=4)
+    samples = world.samples(ReferenceSamples(LocalEngine()))
     assert [(sample.prompt.index, sample.sample_index) for sample in samples] == [
         (place, index) for place in range(3) for index in range(3)
     ]
@@ -198,8 +192,6 @@ def test_a_group_is_the_policys_samples_and_then_the_references(world: World) ->
     policy, reference = local_engine(world.folder, world.policy, version=7), local_engine(world.folder)
     assert tokens(ours) == tokens(policy.generate(PROMPTS, replace(OF_THREE, group_size=2), iteration=4))
     assert tokens(theirs) == tokens(reference.generate(PROMPTS, THEIRS, iteration=4))
-    assert runner.engine.version == 7
-    runner.close()
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -270,7 +262,5 @@ def test_what_has_no_meaning_is_refused(make: Callable[[], Any], message: str) -
 
 
 def test_a_group_has_room_for_the_policys_samples(world: World) -> None:
-    runner = world.runner(ReferenceSamples(LocalEngine(), count=2))
     with pytest.raises(ValueError, match="raise group_size"):
-        runner.generate(PROMPTS, SamplingSpec(group_size=2), iteration=0)
-    runner.close()
+        world.samples(ReferenceSamples(LocalEngine(), count=2), SamplingSpec(group_size=2))

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 """Strategy, micro-batches per step and rank, and arguments of the module; without: a reference computed before.
 
-References of ranks that share forward passes follow in mesh_ranks.py.
+References of ranks that share forward passes follow in test_mesh.py.
 """
 
 
