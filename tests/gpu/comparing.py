@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
 
 BOUNDS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-2, 6e-2)}
@@ -98,19 +100,12 @@ def build(config: Any, device: str, dtype: torch.dtype, attention: str | None = 
     return model.to(dtype).to(device)
 
 
-class Rows:
-    """Sequences padded on the right, as a forward pass of the policy reads them."""
-
-    def __init__(self, sequences: Sequence[Sequence[int]], device: str = "cpu") -> None:
-        longest = max(map(len, sequences))
-        self.input_ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences], device=device)
-        lengths = torch.tensor([len(ids) for ids in sequences], device=device)
-        self.attention_mask = torch.arange(longest, device=device) < lengths[:, None]
-
-    @property
-    def mask(self) -> Tensor:
-        """(B, T-1) bool, all tokens but the first of each sequence."""
-        return self.attention_mask[:, 1:]
+def rows_of(sequences: Sequence[Sequence[int]], device: str = "cpu") -> Any:
+    """Sequences padded on the right, as a forward pass of the policy reads them; all tokens but the first count."""
+    ids = [torch.tensor(one, device=device) for one in sequences]
+    there = pad_sequence([torch.ones_like(one, dtype=torch.bool) for one in ids], batch_first=True)
+    padded = pad_sequence(ids, batch_first=True)
+    return SimpleNamespace(input_ids=padded, attention_mask=there, mask=there[:, 1:])
 
 
 def random_sequences(lengths: Sequence[int], *, shared: int = 0) -> list[list[int]]:

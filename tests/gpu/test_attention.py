@@ -7,7 +7,7 @@ import torch
 from tiny_models import token_logprobs
 from torch import Tensor, nn
 
-from gpu.comparing import BOUNDS, Figures, Rows, build, config_of, distance, random_sequences
+from gpu.comparing import BOUNDS, Figures, build, config_of, distance, random_sequences, rows_of
 from rlhfkit.mesh import FORWARD
 from rlhfkit.models import policy_output
 from rlhfkit.models.attention.varlen import KERNELS, Case, choose_kernel
@@ -32,7 +32,7 @@ class WithoutMasks(PaddedForward):
         return found
 
 
-def log_probs_and_gradient(model: nn.Module, rows: Rows, packed: bool | None) -> list[Tensor]:
+def log_probs_and_gradient(model: nn.Module, rows: Any, packed: bool | None) -> list[Tensor]:
     """Log-probs of all tokens, and the gradient of a weighted sum of them as one vector."""
     model.zero_grad()
     if packed is False:  # our attention over padded rows
@@ -47,7 +47,7 @@ def log_probs_and_gradient(model: nn.Module, rows: Rows, packed: bool | None) ->
 def exact(config: Any, sequences: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
     """Float64 on the CPU with the weights rounded to ``dtype``, eager attention, each sequence alone."""
     model = build(config, "cpu", dtype, "eager").double()
-    rows, alone = Rows(sequences), []
+    rows, alone = rows_of(sequences), []
     factors = weights(rows.mask.shape, torch.float64)
     for row, ids in enumerate(sequences):
         alone.append(token_logprobs(model, ids))
@@ -101,7 +101,7 @@ def test_packed_padded_and_sdpa_are_one_sequence_at_a_time(
     apart: dict[str, list[float]] = {}
     for way, (attention, packed) in ways.items():
         model = build(config, device, dtype, attention)
-        found = log_probs_and_gradient(model, Rows(sequences, device), packed)
+        found = log_probs_and_gradient(model, rows_of(sequences, device), packed)
         apart[way] = [distance(one, other) for one, other in zip(found, expected, strict=True)]
         for part, value, bound in zip(("log-probs", "gradient"), apart[way], BOUNDS[dtype], strict=True):
             figures(f"{way}: {part}", value, bound)
@@ -117,7 +117,7 @@ def test_prompts_that_are_computed_once_change_nothing(device: str, family: str,
     sequences = random_sequences([length + shared for length in lengths(device)], shared=shared)
     for dtype, bounds in BOUNDS.items():
         model = build(config_of(family), device, dtype)
-        found = log_probs_and_gradient(model, Rows(sequences, device), True)
+        found = log_probs_and_gradient(model, rows_of(sequences, device), True)
         for part, one, other, bound in zip(
             ("log-probs", "gradient"), found, exact(config_of(family), sequences, dtype), bounds, strict=True
         ):
@@ -132,7 +132,7 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_hold(device: str, dtype
     with torch.no_grad():
         one, other = (
             policy_output(model, rows, rows.mask).logprobs[0, : len(first[0]) - 1]
-            for rows in (Rows(first, device), Rows(second, device))
+            for rows in (rows_of(first, device), rows_of(second, device))
         )
     assert torch.equal(one, other)
 
@@ -153,6 +153,6 @@ def test_ligers_kernels_give_what_pytorchs_operators_give(figures: Figures, monk
             if kernels == "Liger":
                 use_liger_kernels(model)
             for packed in (True, False):
-                found = log_probs_and_gradient(model, Rows(sequences, "cuda"), packed)
+                found = log_probs_and_gradient(model, rows_of(sequences, "cuda"), packed)
                 for part, one, other, bound in zip(("log-probs", "gradient"), found, expected, bounds, strict=True):
                     figures(f"{kernels}, packed {packed}, {dtype}: {part}", distance(one, other), bound)
