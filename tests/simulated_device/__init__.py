@@ -6,13 +6,11 @@ move to it with ``.to("sim")``; ``Trainer(**trainer_arguments())`` trains on it;
 ``docs/dev/testing.md`` says what it can show and what not.
 """
 
-from simulated_device.device import SimulatedAccelerator, SimulatedTensor, register, trainer_arguments
-from simulated_device.host_waits import HostWait, HostWaits, record_host_waits
+from simulated_device.device import SimulatedTensor, register, trainer_arguments
+from simulated_device.host_waits import HostWaits, record_host_waits
 
 __all__ = [
-    "HostWait",
     "HostWaits",
-    "SimulatedAccelerator",
     "SimulatedTensor",
     "record_host_waits",
     "register",

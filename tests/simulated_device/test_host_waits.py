@@ -4,6 +4,7 @@ Lower a number that a change has made too high; raise one only for a reason that
 """
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from strategies import ranks
 from tiny_models import tiny_model
 
 from rlhfkit import GRPOModule, LocalEngine, NonFiniteGuard, Prompt, RolloutCallback, SamplingSpec
-from rlhfkit.data.types import Experience
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.models.attention import varlen
 from rlhfkit.models.forward import UnpaddedBatch
@@ -56,39 +56,12 @@ def test_the_host_waits_for_the_device_at_most_as_often_as_listed(tmp_path: Path
     ranks.run("simulated_device.test_host_waits:every_activity", 1, tmp_path)
 
 
-prepared: list[HostWaits] = []
-synced: list[HostWaits] = []
-
-
-class RecordedGRPO(GRPOModule):
-    """Records the preparation of each iteration."""
-
-    def prepare(self, experience: Experience) -> Experience:
-        with record_host_waits() as waits:
-            result = super().prepare(experience)
-        prepared.append(waits)
-        return result
-
-
-class RecordedRollouts(RolloutCallback):
-    """Rollouts that record each weight sync, with the probe that the weights arrived."""
-
-    def sync_weights(self) -> None:
-        with record_host_waits() as waits:
-            super().sync_weights()
-        synced.append(waits)
-
-
 def every_activity(folder: Path) -> None:
     """How often each line waits in each activity."""
     torch.set_num_threads(1)
     register()
     model = str(tiny_model(folder / "model"))
-    found = forward_and_backward(model) | generation(model) | guarded_step(folder / "guarded")
-    iterations(folder)
-    # The first iteration also loads the engine's model and checks rows.
-    found["preparing an iteration: two forward passes over it"] = dict(prepared[-1].lines)
-    found["a weight sync with its probe"] = dict(synced[-1].lines)
+    found = forward_and_backward(model) | generation(model) | guarded_step(folder / "guarded") | iterations(folder)
     assert found.keys() == LIMITS.keys()
     for activity, lines in found.items():
         files: Counter[str] = Counter()
@@ -158,13 +131,29 @@ def guarded_step(folder: Path) -> dict[str, dict[str, int]]:
     return {"a clipped step with NonFiniteGuard": second.found()}
 
 
-def iterations(folder: Path) -> None:
-    """Two iterations of GRPO with a reference model."""
-    trainer, module, data, _ = setup_run(
-        folder / "run",
-        module=RecordedGRPO,
-        module_arguments={"kl_coef": 0.01},
-        rollouts=RecordedRollouts(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
-        **trainer_arguments(),
-    )
-    trainer.fit(module, data)
+def iterations(folder: Path) -> dict[str, dict[str, int]]:
+    """The second of two iterations of GRPO with a reference model; the first also loads the engine's model."""
+    last: dict[str, HostWaits] = {}
+
+    def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with record_host_waits() as last[method.__name__]:
+                return method(*arguments)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOModule, "prepare", recorded(GRPOModule.prepare))
+        patch.setattr(RolloutCallback, "sync_weights", recorded(RolloutCallback.sync_weights))
+        trainer, module, data, _ = setup_run(
+            folder / "run",
+            module=GRPOModule,
+            module_arguments={"kl_coef": 0.01},
+            rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+            **trainer_arguments(),
+        )
+        trainer.fit(module, data)
+    return {
+        "preparing an iteration: two forward passes over it": dict(last["prepare"].lines),
+        "a weight sync with its probe": dict(last["sync_weights"].lines),
+    }
