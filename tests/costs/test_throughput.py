@@ -1,5 +1,6 @@
 """``Throughput`` measures what it says: work by seconds, of all ranks."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +18,6 @@ from rlhfkit.costs.estimation import train_flops
 from rlhfkit.costs.model_shape import model_shape
 from rlhfkit.costs.throughput import gpu_named, rates
 from rlhfkit.rollout.vllm.actor import EngineLoad
-
-
-class Clock:
-    """A clock that moves by a second each time that it is asked."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += 1.0
-        return self.now
 
 
 class Kept(Callback):
@@ -68,7 +59,8 @@ def test_a_run_of_own_samples_logs_rates_memory_and_the_time_left(tmp_path: Path
 def test_operations_are_those_of_what_is_trained_by_the_seconds_of_learning_and_the_gpus_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(throughput, "time", Clock())
+    clock = SimpleNamespace(perf_counter=itertools.count(1.0).__next__)  # moves by a second each time that it is asked
+    monkeypatch.setattr(throughput, "time", clock)
     with pytest.raises(ValueError, match="every_n_steps"):
         Throughput(every_n_steps=0)
     folder, kept = str(tiny_model(tmp_path / "model")), Kept()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.sender import verified
@@ -44,14 +45,6 @@ def test_every_tensor_is_in_one_bucket_in_order_and_comes_back_unchanged(
             assert torch.equal(view, tensor)
 
 
-class Wrapper(nn.Module):
-    """Holds a module as ``module``, as DistributedDataParallel and DeepSpeed engines do."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
 class TestModuleWeights:
     """Names, shapes, types; each weight once."""
 
@@ -64,7 +57,7 @@ class TestModuleWeights:
         saved = load_file(folder / "model.safetensors")  # save_pretrained leaves out tied weights too
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         model.model.embed_tokens.requires_grad_(False)  # frozen weights are served like any others
-        weights = ModuleWeights(Wrapper(Wrapper(model)))
+        weights = ModuleWeights(AveragedModel(AveragedModel(model)))  # which hold it as DDP and DeepSpeed do
         yielded = dict(weights)
         assert yielded.keys() == saved.keys()
         assert all(torch.equal(yielded[name], saved[name]) for name in saved)
