@@ -96,12 +96,7 @@ def test_any_other_is_merged_and_the_reason_is_logged(
     with caplog.at_level(logging.WARNING):
         chosen.configure_weights(weights)
     assert chosen.adapter is None
-    (record,) = [record for record in caplog.records if record.name == "rlhfkit.rollout.vllm.pool"]
-    assert record.getMessage().startswith("the LoRA adapter is merged at every sync: ")
-    assert re.search(reason, record.getMessage())
-    if not pool:
-        with pytest.raises(ValueError, match=reason):
-            VLLMPool(lora="adapter").configure_weights(weights)
+    assert re.search(f"the LoRA adapter is merged at every sync: .*{reason}", caplog.text)
 
 
 def test_without_an_adapter_or_with_merge_nothing_is_decided(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models.vision_families import VISION_FAMILIES, picture, prompts, save_vision_model
-from shared_pool import SMALL, SharedPool, until_sampling
+from shared_pool import SMALL, SharedPool
 from torch import nn
 from transformers.models.smolvlm import processing_smolvlm
 
@@ -166,34 +165,6 @@ def test_an_adapter_of_the_language_part_is_sent_alone_and_applied(
             found = torch.tensor(sample.logprobs.tolist())
             torch.testing.assert_close(found, logprobs_of(adapted, sample), atol=EXACT, rtol=0)
     assert sent[1] < 0.5 * sent[0]
-
-
-@pytest.mark.vllm
-def test_samples_that_run_through_a_sync_continue_with_the_new_weights_and_pictures(
-    pool: SharedPool, folder: Path
-) -> None:
-    models = {version: load_causal_lm(str(folder)).eval() for version in (4, 5)}
-    with torch.no_grad():
-        for parameter in models[5].parameters():
-            parameter *= 1.1
-    assert pool.engines is not None
-    for _ in range(5):  # again, should the samples have been finished before the second load
-        pool.load(ModuleWeights(models[4]), 4)
-        stream = pool.stream(dataclasses.replace(SPEC, max_new_tokens=400, min_new_tokens=400), iteration=4)
-        stream.submit(prompts(folder, several=True))
-        until_sampling(pool.engines.handles[0])
-        pool.load(ModuleWeights(models[5]), 5)
-        samples = []
-        while groups := stream.collect(8):
-            samples += [sample for group in groups for sample in group]
-        if (found := {version for sample in samples for version in sample.versions.tolist()}) == {4, 5}:
-            break
-    assert found == {4, 5}
-    for sample in samples:
-        found, versions = torch.tensor(sample.logprobs.tolist()), torch.tensor(sample.versions.tolist())
-        for version, model in models.items():
-            own = versions == version
-            torch.testing.assert_close(found[own], logprobs_of(model, sample)[own], atol=EXACT, rtol=0)
 
 
 @contextlib.contextmanager

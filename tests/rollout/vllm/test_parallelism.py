@@ -67,13 +67,11 @@ def test_cpus_cannot_exchange_tokens_of_experts() -> None:
     Parallelism(data=2).check_device("cuda")
     with pytest.raises(EngineError, match="fails at the first request: leave it out"):
         Parallelism(data=2).check_device("cpu")
-    Parallelism(tensor=2, experts=True).check_device("cuda")
+    dealt = Parallelism(tensor=2, experts=True)
+    assert dealt.arguments()["enable_expert_parallel"] is True
+    dealt.check_device("cuda")
     with pytest.raises(EngineError, match="expert_parallel=True and crashes at the first request"):
-        Parallelism(tensor=2, experts=True).check_device("cpu")
-
-
-def test_experts_are_dealt_to_several_processes() -> None:
-    assert Parallelism(tensor=2, experts=True).arguments()["enable_expert_parallel"] is True
+        dealt.check_device("cpu")
 
 
 def test_only_engines_without_replicas_and_with_devices_of_their_own_may_span_machines() -> None:
@@ -122,10 +120,9 @@ def test_heads_of_other_sizes_are_refused_on_cpus_only(tmp_path: Path) -> None:
     check_head_size(LlamaConfig(hidden_size=64, num_attention_heads=8, head_dim=64))
     small = LlamaConfig(hidden_size=64, num_attention_heads=8)
     small.save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match="have 8: use LocalEngine"):
-        VLLMPool().check_model(str(tmp_path))
-    with pytest.raises(EngineError, match="have 8: use LocalEngine"):
-        VLLMPool(2, device="cpu").check_model(str(tmp_path))
+    for pool in (VLLMPool(), VLLMPool(2, device="cpu")):
+        with pytest.raises(EngineError, match="have 8: use LocalEngine"):
+            pool.check_model(str(tmp_path))
     VLLMPool(device="cuda").check_model(str(tmp_path))
 
 

