@@ -125,8 +125,7 @@ def test_a_run_keeps_no_picture_that_it_has_seen(kind: str, tmp_path: Path) -> N
 
     The bound is three quarters of what the further pictures have as files, the least that could be kept of them.
     """
-    tests = Path(__file__).parent
-    paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HOME": str(tmp_path / "cache")}
     environment["MALLOC_ARENA_MAX"] = "1"  # each would keep free memory of its own
     command = [sys.executable, __file__, str(tmp_path), kind]

@@ -71,7 +71,6 @@ def check_on_ranks(count: int, tmp_path: Path, folder: Path, cases: list[dict[st
     phases=[Phase.generate],
     report_multiple_bugs=False,
     derandomize=True,
-    deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

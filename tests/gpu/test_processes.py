@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,28 +88,20 @@ class Receivers:
     def worker(self, rank: int) -> str:
         return "the other process"
 
-    def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> "Call":
-        return Call(self.process, ("connect", init_info | {"rank_offset": 1}))
+    def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> Any:
+        return call(self.process, ("connect", init_info | {"rank_offset": 1}))
 
-    def update(self, update_info: dict[str, Any]) -> "Call":
+    def update(self, update_info: dict[str, Any]) -> Any:
         columns = zip(update_info["names"], update_info["shapes"], update_info["dtype_names"], strict=True)
-        return Call(
+        return call(
             self.process, ("update", [(name, tuple(shape), getattr(torch, kind)) for name, shape, kind in columns])
         )
 
 
-class Call:
+def call(process: Other, given: Any) -> Any:
     """A request to the other process, in progress in a thread."""
-
-    def __init__(self, process: Other, given: Any) -> None:
-        self._answer = ThreadPoolExecutor(1).submit(process.ask, given)
-
-    def poll(self) -> None:
-        if self._answer.done():
-            self._answer.result()
-
-    def result(self) -> list[Any]:
-        return [self._answer.result(timeout=300)]
+    answer = ThreadPoolExecutor(1).submit(process.ask, given)
+    return SimpleNamespace(poll=lambda: answer.done() and answer.result(), result=lambda: [answer.result(timeout=300)])
 
 
 def six_tensors(device: str) -> nn.Module:
