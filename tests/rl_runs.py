@@ -111,21 +111,10 @@ def setup_run(
         **({"answer": "answer", "rollout_batch_size": 8, "micro_batch_size": 8} | (data_arguments or {})),
     )
     rollouts = rollouts or RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-    trainer = L.Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 2,
-            "accumulate_grad_batches": 2,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": str(folder),
-            "callbacks": [rollouts, *callbacks],
-        }
-        | trainer_arguments
-    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    plain = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "accumulate_grad_batches": 2}
+    own = {"default_root_dir": str(folder), "callbacks": [rollouts, *callbacks]}
+    trainer = L.Trainer(**quiet | plain | own | trainer_arguments)
     return trainer, made, data, rollouts
 
 
