@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from rl_runs import SaveAt, fit_run, only_odd, weights
+from rl_runs import Iterations, SaveAt, fit_run, only_odd, weights
 
 from rlhfkit import DynamicSampling, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.parts.dynamic_sampling import has_signal
@@ -33,29 +33,22 @@ def test_signal_is_a_difference_between_rewards_parts_or_values_of_a_function_th
     assert DynamicSampling(keep=lambda samples: True).accepts(group([1.0, 1.0]))
 
 
-def run(folder: Path, *callbacks: L.Callback, resume: Path | None = None) -> tuple[Any, Any, list[list[int]]]:
-    """Three iterations; the prompts of each are the last of what is returned."""
+def run(folder: Path, *callbacks: L.Callback, resume: Path | None = None) -> tuple[Any, Any]:
+    """Trainer and module after three iterations."""
     sampling = SamplingSpec(group_size=4, max_new_tokens=8)
     rollouts = RolloutCallback(only_odd, sampling=sampling, parts=[DynamicSampling()])
-    iterations: list[list[int]] = []
-
-    class Keep(L.Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            iterations.append(list(dict.fromkeys(sample.prompt.index for sample in rollouts.samples)))
-
-    trainer, module, _ = fit_run(folder, rollouts=rollouts, callbacks=[Keep(), *callbacks], max_epochs=3, resume=resume)
-    return trainer, module, iterations
+    return fit_run(folder, rollouts=rollouts, callbacks=callbacks, max_epochs=3, resume=resume)[:2]
 
 
 def test_training_sees_only_groups_with_signal_and_resumes_bitwise(tmp_path: Path) -> None:
-    saved = tmp_path / "saved.ckpt"
-    trainer, module, iterations = run(tmp_path, SaveAt(saved))
-    assert all(index % 2 for prompts in iterations for index in prompts)
-    assert [len(prompts) for prompts in iterations] == [8, 8, 8]
-    assert len({index for prompts in iterations[:2] for index in prompts}) == 16  # no prompt twice in a pass
+    saved, seen = tmp_path / "saved.ckpt", Iterations()
+    trainer, module = run(tmp_path, seen, SaveAt(saved))
+    assert all(index % 2 for prompts in seen.prompts for index in prompts)
+    assert [len(prompts) for prompts in seen.prompts] == [8, 8, 8]
+    assert len({index for prompts in seen.prompts[:2] for index in prompts}) == 16  # no prompt twice in a pass
     assert 0.2 < trainer.callback_metrics["rollout/accepted_fraction"] < 0.8
     assert trainer.callback_metrics["rollout/zero_advantage_fraction"] == 0.0
-    _, resumed, _ = run(tmp_path, resume=saved)
+    _, resumed = run(tmp_path, resume=saved)
     for name, tensor in weights(module).items():
         assert (weights(resumed)[name] == tensor).all()
 

@@ -1,21 +1,20 @@
-"""Groups with a signal are kept and trained on again, with weights under which the expected gradient is on-policy."""
+"""Groups with a signal are kept and trained on again, weighted by the policies that made them.
+
+That weights of sequences are the ratio of the two policies: ``modules/on_policy/test_functions.py``.
+"""
 
 import io
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from rl_runs import PlainGRPO, SaveAt, fit_run, only_odd, setup_run, weights
-from torch import Tensor
+from rl_runs import Iterations, PlainGRPO, SaveAt, fit_run, only_odd, setup_run, weights
 
 from rlhfkit import (
-    GRPOModule,
     LocalEngine,
     Part,
     Prompt,
@@ -29,8 +28,6 @@ from rlhfkit.callbacks import RolloutDump
 from rlhfkit.callbacks.rollout.parts import replay_buffer
 from rlhfkit.callbacks.rollout.parts.dynamic_sampling import check_part
 from rlhfkit.data import Experience
-from rlhfkit.losses import group_advantages
-from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.parts import NoCorrection
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.protocols import STATES_OF_RANKS
@@ -145,89 +142,23 @@ def test_states_are_plain_and_hold_every_field_exactly() -> None:
     assert repr(restored) == repr(sample)  # NaN is not equal to itself
 
 
-# ---------------------------------------------------------------------- the expected gradient
-
-TOKENS, LENGTH = 3, 2
-SEQUENCES = list(itertools.product(range(TOKENS), repeat=LENGTH))
-REWARDS = {sequence: 0.4 * sequence[0] - float(sequence == (1, 2)) + 0.7 * sequence[1] for sequence in SEQUENCES}
-
-
-def table(seed: int) -> Tensor:
-    """Logits of a policy of two tokens: of the first, and of the second after each first one."""
-    return torch.randn(1 + TOKENS, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def token_logprobs(logits: Tensor, sequence: tuple[int, ...]) -> Tensor:
-    """(2,) log-probs of the tokens of a sequence."""
-    found = logits.log_softmax(-1)
-    return torch.stack([found[0, sequence[0]], found[1 + sequence[0], sequence[1]]])
-
-
-def expected_gradient(policy: Tensor, behaviour: Tensor, *corrections: Correction, signal_only: bool = True) -> Tensor:
-    """Sum over all pairs of samples: their probability under the behaviour, times the gradient of the module's loss."""
-    module = GRPOModule(
-        "anywhere",
-        advantage_scale="none",
-        aggregation="sequence-mean-token-sum",
-        parts=corrections,
-        policy_loss="ppo_loss",
-    )
-    logits = policy.clone().requires_grad_()
-    total = torch.zeros_like(policy)
-    for pair in itertools.product(SEQUENCES, repeat=2):
-        rewards = torch.tensor([REWARDS[one] for one in pair], dtype=torch.float64)
-        if signal_only and rewards[0] == rewards[1]:
-            continue  # what a ReplayBuffer does not keep
-        made = torch.stack([token_logprobs(behaviour, one) for one in pair])
-        batch = Experience.from_samples(
-            [
-                Sample(Prompt(0, [1]), place, list(one), [0.0, 0.0], [0, 0], "length", reward=REWARDS[one])
-                for place, one in enumerate(pair)
-            ]
-        )
-        advantages = group_advantages(rewards, batch.group, scale="none")[:, None].expand(2, LENGTH)
-        batch.advantages, batch.rollout_logprobs = advantages, made
-        output = PolicyOutput(torch.stack([token_logprobs(logits, one) for one in pair]), None)
-        loss = module.loss(batch, output).loss
-        total += made.sum().exp() * torch.autograd.grad(loss, logits)[0]
-    return total
-
-
-def test_with_weights_of_sequences_the_expected_gradient_of_replayed_groups_is_the_on_policy_one() -> None:
-    policy, behaviour = table(0), table(1)
-    logits = policy.clone().requires_grad_()
-    value = sum(token_logprobs(logits, one).sum().exp() * REWARDS[one] for one in SEQUENCES)
-    # The mean of a group of two includes the sample itself: half of the gradient of the expected reward.
-    exact = -0.5 * torch.autograd.grad(value, logits)[0]
-    on_policy = expected_gradient(policy, policy, signal_only=False)
-    replayed = expected_gradient(policy, behaviour, Correction({"level": "sequence", "mode": "none"}))
-    torch.testing.assert_close(on_policy, exact, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(replayed, exact, rtol=1e-12, atol=1e-14)
-    without = expected_gradient(policy, behaviour)
-    assert (without - exact).abs().max() > 0.1 * exact.abs().max()
-
-
 # ---------------------------------------------------------------------- whole runs
 
 
-class Watch(L.Callback):
-    """What every iteration was trained on, and the weights of its replayed samples."""
+class Watch(Iterations):
+    """And all micro-batches."""
 
     def __init__(self) -> None:
-        self.groups: list[list[int]] = []
-        self.replayed: list[list[int]] = []
-        self.ages: list[tuple[float, float]] = []
+        super().__init__()
         self.batches: list[Experience] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.batches.append(batch)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        rollouts = RolloutCallback.of(trainer)
-        self.groups.append([sample.prompt.index for sample in rollouts.samples[::4]])
-        self.replayed.append([sample.prompt.index for sample in rollouts.samples[::4] if sample.replayed])
-        metrics = trainer.callback_metrics
-        self.ages.append((float(metrics["rollout/replayed_fraction"]), float(metrics["rollout/replayed_age_max"])))
+    @property
+    def replayed(self) -> list[list[int]]:
+        """Prompts of the replayed groups of each iteration."""
+        return [[one.prompt.index for one in samples[::4] if one.replayed] for samples in self.samples]
 
 
 def fit(folder: Path, *callbacks: Any, engine: Any = None, resume: Any = None) -> Any:
@@ -249,10 +180,11 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch, Any
 def test_a_run_replaces_silent_groups_and_weights_their_tokens_by_the_policies_that_made_them(straight: Any) -> None:
     _, watch, module = straight
     assert [len(prompts) for prompts in watch.replayed] == [0, 2, 2, 2]
-    assert all(len(set(groups)) == 8 for groups in watch.groups)
+    assert all(len(prompts) == 8 for prompts in watch.prompts)
     assert all(prompt % 2 for prompts in watch.replayed for prompt in prompts)
-    assert watch.ages[1:] == [(0.25, age) for _, age in watch.ages[1:]]
-    assert max(age for _, age in watch.ages) <= 4
+    metrics = module.trainer.callback_metrics
+    assert metrics["rollout/replayed_fraction"] == 0.25
+    assert metrics["rollout/replayed_age_max"] <= 4
     assert [part.kind for part in module.parts if isinstance(part, Correction)] == ["tis"]
     for number, batch in enumerate(watch.batches):
         made = batch.versions.amax(-1)
@@ -277,7 +209,7 @@ def test_a_recorded_run_with_a_buffer_is_repeated_bitwise(straight: Any) -> None
     folder, watch, module = straight
     again = Watch()
     repeated = fit(folder, again, engine=ReplayEngine(folder / "dump"))
-    assert again.groups == watch.groups
+    assert again.tokens == watch.tokens
     assert all(torch.equal(tensor, weights(module)[name]) for name, tensor in weights(repeated).items())
 
 

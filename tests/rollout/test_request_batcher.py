@@ -47,43 +47,49 @@ async def asked(sampler: RequestBatcher, length: int, spec: SamplingSpec = SPEC)
     return int(sample.token_ids[0])
 
 
+async def episode(sampler: RequestBatcher, steps: int = 0, spec: SamplingSpec = SPEC) -> None:
+    """Asks after so many steps."""
+    with sampler.requesters.one_more():
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await asked(sampler, 1, spec)
+
+
 def test_a_wave_waits_for_who_is_nearly_ready_and_not_for_who_is_not() -> None:
     engine = Gated(shared=False)
 
     async def run() -> None:
         sampler = RequestBatcher(engine, max_wait=0.5)  # type: ignore[arg-type]
 
-        async def episode(steps: int) -> None:
-            with sampler.requesters.one_more():
-                for _ in range(steps):
-                    await asyncio.sleep(0)
-                await asked(sampler, 1)
-
         async def late() -> None:
             with sampler.requesters.one_more():
                 await engine.until_called(1)
                 await asked(sampler, 1)
 
-        await asyncio.gather(*map(episode, (0, 3, 5)), late())
+        await asyncio.gather(*(episode(sampler, steps) for steps in (0, 3, 5)), late())
 
     asyncio.run(run())
     assert engine.calls == [3, 1]
 
 
-def test_a_slow_request_keeps_nobody_else_waiting_at_a_shared_engine() -> None:
+def test_a_slow_or_failing_request_keeps_nobody_else_from_an_answer_of_a_shared_engine() -> None:
     engine = Gated(shared=True)
     engine.gates = {500: threading.Event()}
 
     async def run() -> None:
         sampler = RequestBatcher(engine)  # type: ignore[arg-type]
         slow = asyncio.ensure_future(asked(sampler, 500))
+        bad = asyncio.ensure_future(sampler.ask(Prompt(0, [0]), SPEC, iteration=0))
         assert await asyncio.gather(*(asked(sampler, length) for length in (20, 10, 20, 10))) == [20, 10, 20, 10]
+        with pytest.raises(EngineFailedError) as raised:
+            await bad
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
         assert not slow.done()
         engine.gates[500].set()
         assert await slow == 500
 
     asyncio.run(run())
-    assert engine.calls == [1] * 5
+    assert engine.calls == [1] * 6
 
 
 def test_calls_are_limited_and_share_what_is_waiting() -> None:
@@ -110,27 +116,10 @@ def test_only_what_is_sampled_alike_goes_in_one_call() -> None:
 
     async def run() -> None:
         sampler = RequestBatcher(engine, max_wait=LIMIT)  # type: ignore[arg-type]
-
-        async def episode(spec: SamplingSpec) -> None:
-            with sampler.requesters.one_more():
-                await asked(sampler, 1, spec)
-
-        await asyncio.gather(*map(episode, (SPEC, other, SPEC, other)))
+        await asyncio.gather(*(episode(sampler, spec=spec) for spec in (SPEC, other, SPEC, other)))
 
     asyncio.run(run())
     assert engine.calls == [2, 2]
-
-
-def test_an_error_of_the_engine_reaches_those_it_concerns() -> None:
-    async def run() -> None:
-        sampler = RequestBatcher(Gated(shared=True), parallel_calls=4)  # type: ignore[arg-type]
-        bad = asyncio.ensure_future(sampler.ask(Prompt(0, [0]), SPEC, iteration=0))
-        assert await asked(sampler, 1) == 1
-        with pytest.raises(EngineFailedError) as raised:
-            await bad
-        assert isinstance(raised.value.__cause__, ZeroDivisionError)
-
-    asyncio.run(run())
 
 
 def test_a_request_that_was_given_up_is_not_sent() -> None:

@@ -1,12 +1,11 @@
 """LocalEngine against Transformers, and the properties every engine promises."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import local_engine, prompts_of, tiny_model, tiny_tokenizer, token_logprobs
+from tiny_models import local_engine, prompts_of, tiny_model, tiny_tokenizer
 
 from rlhfkit.data import Prompt
 from rlhfkit.models import load_causal_lm
@@ -18,29 +17,14 @@ TEXTS = ["1+2=", "hello world", "a", "12345 67"]
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> torch.nn.Module:
-    return load_causal_lm(str(folder)).eval()
+def engine(folder: Path, models: list[torch.nn.Module]) -> LocalEngine:
+    return local_engine(folder, models[0], version=7)
 
 
-@pytest.fixture(scope="module")
-def engine(folder: Path, model: torch.nn.Module) -> Iterator[LocalEngine]:
-    engine = local_engine(folder, model, version=7)
-    yield engine
-    engine.close()
-
-
-def test_greedy_is_transformers_greedy(engine: LocalEngine, model: torch.nn.Module) -> None:
-    spec = SamplingSpec(group_size=1, max_new_tokens=12, temperature=0.0)
-    for sample in engine.generate(prompts_of(TEXTS), spec, iteration=0):
-        ids = torch.tensor([sample.prompt.token_ids.tolist()])
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        assert sample.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
-
-
-def test_a_sample_does_not_depend_on_its_neighbours(engine: LocalEngine, folder: Path, model: torch.nn.Module) -> None:
+def test_a_sample_does_not_depend_on_its_neighbours(engine: LocalEngine, folder: Path) -> None:
     spec = SamplingSpec(group_size=4, max_new_tokens=40)
     together = engine.generate(prompts_of(TEXTS), spec, iteration=3)
-    by_three = local_engine(folder, model, max_sequences=3).generate(prompts_of(TEXTS), spec, iteration=3)
+    by_three = local_engine(folder, max_sequences=3).generate(prompts_of(TEXTS), spec, iteration=3)
     backwards = engine.generate(prompts_of(TEXTS)[::-1], spec, iteration=3)
     assert [(s.prompt.index, s.sample_index) for s in together] == [(p, s) for p in range(4) for s in range(4)]
     assert [sample.token_ids.tolist() for sample in together] == [sample.token_ids.tolist() for sample in by_three]
@@ -50,14 +34,14 @@ def test_a_sample_does_not_depend_on_its_neighbours(engine: LocalEngine, folder:
     assert [s.token_ids.tolist() for s in together] == [s.token_ids.tolist() for group in groups for s in group]
 
 
-def test_tokens_come_with_their_probability(folder: Path, model: torch.nn.Module) -> None:
+def test_tokens_come_with_their_probability(folder: Path, models: list[torch.nn.Module]) -> None:
     """First tokens of 4,000 samples against the model's own distribution (chi-square, 99.9 %)."""
-    engine = local_engine(folder, model, max_sequences=4000)
+    engine = local_engine(folder, models[0], max_sequences=4000)
     made = engine.generate(prompts_of(["a"]), SamplingSpec(group_size=4000, max_new_tokens=1), iteration=0)
     counts = torch.bincount(torch.tensor([sample.token_ids.tolist()[0] for sample in made]), minlength=128)
     with torch.no_grad():
         ids = torch.tensor([prompts_of(["a"])[0].token_ids.tolist()])
-        expected = model(input_ids=ids).logits[0, -1].softmax(-1) * 4000
+        expected = models[0](input_ids=ids).logits[0, -1].softmax(-1) * 4000
     often = expected >= 5
     merged = torch.cat([counts[often].float(), counts[~often].sum()[None]])
     wanted = torch.cat([expected[often], expected[~often].sum()[None]])
@@ -89,11 +73,6 @@ def test_stop_text_ends_a_sample(engine: LocalEngine) -> None:
         assert (sample.finish_reason == "stop") == (text[-1:] in ("a", "e") or sample.token_ids.tolist()[-1] == 1)
 
 
-def test_score_is_the_trainers(engine: LocalEngine, model: torch.nn.Module) -> None:
-    ids = [5, 9, 20, 33, 7]
-    torch.testing.assert_close(torch.tensor(engine.score([ids])[0]), token_logprobs(model, ids), rtol=0, atol=1e-5)
-
-
 def test_a_prompt_that_does_not_fit_is_named(engine: LocalEngine) -> None:
     with pytest.raises(ValueError, match=r"prompt 3 has 600 tokens .* context is 512"):
         engine.generate([Prompt(3, [5] * 600)], SamplingSpec(group_size=1, max_new_tokens=4), iteration=0)
@@ -102,8 +81,7 @@ def test_a_prompt_that_does_not_fit_is_named(engine: LocalEngine) -> None:
 
 
 def test_a_closed_engine_starts_again_with_another_model(folder: Path, tmp_path: Path) -> None:
-    model = load_causal_lm(str(folder)).eval()
-    engine = local_engine(folder, model)
+    engine = local_engine(folder)
     engine.close()
     other = tiny_model(tmp_path / "other", seed=3, tied=False)
     engine.start(str(other), dtype=torch.float32)

@@ -12,12 +12,13 @@ import torch
 from tiny_models import completion_logprobs, local_engine, prompts_of
 from waiting import LIMIT
 
-from rlhfkit.data import Prompt
+from rlhfkit.data import Prompt, Sample
 from rlhfkit.models.attention.families import takes_finished_masks
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.local.weights import WeightLock
 
 TEXTS = ["1+2=", "hello world", "a", "12345 67"]
+SPEC = SamplingSpec(group_size=3, max_new_tokens=24)
 
 
 class SwappedInside(LocalEngine):
@@ -43,13 +44,18 @@ class SwappedInside(LocalEngine):
         return decoding
 
 
-@torch.no_grad()
-def test_every_token_has_the_log_prob_of_its_own_version(folder: Path, models: list[torch.nn.Module]) -> None:
+def swapped(folder: Path, models: list[torch.nn.Module]) -> list[Sample]:
+    """Samples of three policies, one after the other."""
     engine = SwappedInside()
     engine.models = models
     engine.start(str(folder), dtype=torch.float32)
     engine.load(ModuleWeights(models[0]), version=0)
-    samples = engine.generate(prompts_of(TEXTS), SamplingSpec(group_size=3, max_new_tokens=24), iteration=0)
+    return engine.generate(prompts_of(TEXTS), SPEC, iteration=0)
+
+
+@torch.no_grad()
+def test_every_token_has_the_log_prob_of_its_own_version(folder: Path, models: list[torch.nn.Module]) -> None:
+    samples = swapped(folder, models)
     assert any(set(sample.versions.tolist()) == {0, 1, 2} for sample in samples)
     for sample in samples:
         assert sample.versions.tolist() == ([0] * 8 + [1] * 8 + [2] * 8)[: len(sample.token_ids)]
@@ -61,14 +67,9 @@ def test_every_token_has_the_log_prob_of_its_own_version(folder: Path, models: l
 
 
 def test_weights_that_are_the_same_change_nothing(folder: Path, models: list[torch.nn.Module]) -> None:
-    spec = SamplingSpec(group_size=4, max_new_tokens=24)
-    engine = SwappedInside()
-    engine.models = [models[0]] * 3
-    engine.start(str(folder), dtype=torch.float32)
-    engine.load(ModuleWeights(models[0]), version=0)
-    swapped = engine.generate(prompts_of(TEXTS), spec, iteration=1)
-    plain = local_engine(folder, models[0]).generate(prompts_of(TEXTS), spec, iteration=1)
-    assert [sample.token_ids.tolist() for sample in swapped] == [sample.token_ids.tolist() for sample in plain]
+    plain = local_engine(folder, models[0]).generate(prompts_of(TEXTS), SPEC, iteration=0)
+    found = swapped(folder, [models[0]] * 3)
+    assert [sample.token_ids.tolist() for sample in found] == [sample.token_ids.tolist() for sample in plain]
 
 
 def test_a_load_that_fails_ends_what_is_being_generated(folder: Path, models: list[torch.nn.Module]) -> None:

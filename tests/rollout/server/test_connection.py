@@ -6,7 +6,6 @@ The server of these tests is a real one over HTTP that misbehaves; a real vLLM i
 import asyncio
 import inspect
 import json
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ import torch
 from models.vision_families import prompts, save_vision_model
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from tiny_models import tiny_model
 
 from rlhfkit import Prompt, SamplingSpec, VLLMServer
 from rlhfkit.models.load import load_config
@@ -48,6 +46,7 @@ class Misbehaviour:
     """A server whose answers a test sets; it counts requests by path."""
 
     def __init__(self) -> None:
+        self.url = ""
         self.reset()
 
     def reset(self) -> None:
@@ -92,33 +91,32 @@ class Misbehaviour:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[tuple[Misbehaviour, str]]:
+def running() -> Iterator[Misbehaviour]:
     app = Misbehaviour()
     with Server(app, token=AccessToken(SECRET), shutdown_timeout=1) as server:
-        yield app, server.url
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_model(tmp_path_factory.mktemp("model")))
+        app.url = server.url
+        yield app
 
 
 @pytest.fixture
-def app(running: tuple[Misbehaviour, str]) -> Misbehaviour:
-    running[0].reset()
-    return running[0]
+def app(running: Misbehaviour) -> Misbehaviour:
+    running.reset()
+    return running
+
+
+Start = Callable[..., VLLMServer]
 
 
 @pytest.fixture
-def started(running: tuple[Misbehaviour, str], app: Misbehaviour, folder: str) -> Iterator[Callable[..., VLLMServer]]:
+def started(app: Misbehaviour, folder: Path) -> Iterator[Start]:
     """Makes engines that only generate."""
     made: list[VLLMServer] = []
 
-    def start(**arguments: Any) -> VLLMServer:
-        arguments = {"urls": running[1], "token": SECRET, "backoff": 0.01, "start_timeout": 60} | arguments
+    def start(*, model: Path = folder, **arguments: Any) -> VLLMServer:
+        arguments = {"urls": app.url, "token": SECRET, "backoff": 0.01, "start_timeout": 60} | arguments
         engine = VLLMServer(**arguments)
         made.append(engine)
-        engine.start(folder, dtype=torch.float32, load_weights=True)
+        engine.start(str(model), dtype=torch.float32, load_weights=True)
         return engine
 
     yield start
@@ -127,33 +125,22 @@ def started(running: tuple[Misbehaviour, str], app: Misbehaviour, folder: str) -
 
 
 def test_a_server_that_only_generates_is_refused_where_weights_have_to_be_sent_before_anything_is_generated(
-    app: Misbehaviour, running: tuple[Misbehaviour, str], folder: str
+    app: Misbehaviour, folder: Path
 ) -> None:
-    engine = VLLMServer(running[1], token=SECRET)
+    engine = VLLMServer(app.url, token=SECRET)
     with pytest.raises(EngineError, match=r"only generates.*VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer"):
-        engine.start(folder, dtype=torch.float32)
+        engine.start(str(folder), dtype=torch.float32)
     with pytest.raises(RuntimeError, match=r"before VLLMServer.start, or for servers that only generate"):
         engine.load(None, 1)  # type: ignore[arg-type]
 
 
-def test_a_token_is_sent_and_its_absence_explained(
-    app: Misbehaviour, running: tuple[Misbehaviour, str], folder: str, started: Callable[..., VLLMServer]
-) -> None:
+def test_a_token_is_sent_and_its_absence_explained(started: Start) -> None:
     assert len(started().generate([Prompt(0, [5])], SPEC, iteration=0)) == 2
-    for arguments, words in (({}, "no token was sent"), ({"token": SECRET[::-1]}, "is not the server's")):
+    for token, words in ((None, "no token was sent"), (SECRET[::-1], "is not the server's")):
         with pytest.raises(EngineError, match=words) as raised:
-            VLLMServer(running[1], **arguments).start(folder, dtype=torch.float32, load_weights=True)
+            started(token=token)
         assert SECRET not in str(raised.value)
         assert SECRET[::-1] not in str(raised.value)
-
-
-def test_nobody_at_the_address(folder: str) -> None:
-    with socket.socket() as taken:  # by somebody who does not listen
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        engine = VLLMServer(f"http://127.0.0.1:{port}", start_timeout=0.5)
-        with pytest.raises(EngineError, match=rf"no vLLM server answers at http://127.0.0.1:{port} within 0.5 s"):
-            engine.start(folder, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -164,17 +151,13 @@ def test_nobody_at_the_address(folder: str) -> None:
         ([{"id": "model"}], None, "does not say its max_model_len"),
     ],
 )
-def test_another_server(
-    app: Misbehaviour, started: Callable[..., VLLMServer], models: list[Any], served: str | None, words: str
-) -> None:
+def test_another_server(app: Misbehaviour, started: Start, models: list[Any], served: str | None, words: str) -> None:
     app.models = {"data": models}
     with pytest.raises(EngineError, match=words):
         started(served_model=served)
 
 
-def test_requests_that_failed_for_now_are_repeated_and_give_the_same(
-    app: Misbehaviour, started: Callable[..., VLLMServer]
-) -> None:
+def test_requests_that_failed_for_now_are_repeated_and_give_the_same(app: Misbehaviour, started: Start) -> None:
     engine = started()
     expected = engine.generate([Prompt(0, [5])], SPEC, iteration=0)
     app.reset()
@@ -184,25 +167,11 @@ def test_requests_that_failed_for_now_are_repeated_and_give_the_same(
     assert app.requests["/v1/completions"] == 4
 
 
-def test_what_one_server_cannot_answer_another_one_does(
-    app: Misbehaviour, running: tuple[Misbehaviour, str], started: Callable[..., VLLMServer]
-) -> None:
-    other = Misbehaviour()
-    with Server(other, token=AccessToken(SECRET), shutdown_timeout=1) as second:
-        engine = started(urls=[running[1], second.url], backoff=200.0, request_timeout=100.0)
-        other.answer = lambda body, number: Response("broken", 500)
-        begun = time.monotonic()
-        samples = engine.generate([Prompt(index, [5]) for index in range(4)], SPEC, iteration=0)
-        assert len(samples) == 8
-        assert other.requests["/v1/completions"] > 1  # the first is that of the start
-        assert time.monotonic() - begun < 30.0  # the other one is asked without a pause, which would be longer
-
-
 def test_a_step_of_a_sync_after_one_that_failed_does_not_use_the_connection_that_the_server_closes(
-    app: Misbehaviour, running: tuple[Misbehaviour, str]
+    app: Misbehaviour,
 ) -> None:
     app.crashing = {"/finish_weight_update"}
-    options = server_options(running[1], concurrency=4, request_timeout=60.0, token=AccessToken(SECRET), retries=5)
+    options = server_options(app.url, concurrency=4, request_timeout=60.0, token=AccessToken(SECRET), retries=5)
     connections = ServerConnections(options)
     receivers = ServerReceivers(connections, [1], timeout=60)
     try:
@@ -243,7 +212,7 @@ def said(finish_reason: str) -> dict[str, Any]:
     ],
 )
 def test_what_is_no_answer_of_vllm_ends_the_call(
-    app: Misbehaviour, started: Callable[..., VLLMServer], answer: Any, options: dict[str, Any], words: str
+    app: Misbehaviour, started: Start, answer: Any, options: dict[str, Any], words: str
 ) -> None:
     engine = started(**options)
     app.answer = answer if callable(answer) and not isinstance(answer, Response) else lambda body, number: answer
@@ -254,27 +223,21 @@ def test_what_is_no_answer_of_vllm_ends_the_call(
         assert app.requests["/v1/completions"] <= 3
 
 
-def test_images_need_a_server_that_takes_them(
-    app: Misbehaviour, running: tuple[Misbehaviour, str], tmp_path: Path
-) -> None:
+def test_images_need_a_server_that_takes_them(app: Misbehaviour, started: Start, tmp_path: Path) -> None:
     """As one that was started without ``--enable-scale-out``; with it: ``test_engine.py``."""
-    seeing = str(save_vision_model("idefics3", tmp_path / "seeing"))
-    engine = VLLMServer(running[1], token=SECRET, backoff=0.01, start_timeout=60)
-    engine.start(seeing, dtype=torch.float32, load_weights=True)
+    seeing = save_vision_model("idefics3", tmp_path / "seeing")
+    engine = started(model=seeing)
     sent: list[Any] = []
     app.answer = lambda body, number: (sent.append(body.get("logit_bias")), completion(body))[1]
-    try:
-        assert engine.image_processor is None
-        given = prompts(Path(seeing), several=False)
-        with pytest.raises(RequestError, match="or with VLLMServer from one of `vllm serve --enable-scale-out`"):
-            engine.generate(given[:1], SPEC, iteration=0)
-        assert len(engine.generate(given[2:], SPEC, iteration=0)) == 2
-        assert sent == [{str(image_token_id(load_config(seeing))): -100.0}] * 2
-    finally:
-        engine.close()
+    assert engine.image_processor is None
+    given = prompts(seeing, several=False)
+    with pytest.raises(RequestError, match="or with VLLMServer from one of `vllm serve --enable-scale-out`"):
+        engine.generate(given[:1], SPEC, iteration=0)
+    assert len(engine.generate(given[2:], SPEC, iteration=0)) == 2
+    assert sent == [{str(image_token_id(load_config(str(seeing)))): -100.0}] * 2
 
 
-def test_requests_in_flight_are_limited(app: Misbehaviour, started: Callable[..., VLLMServer]) -> None:
+def test_requests_in_flight_are_limited(app: Misbehaviour, started: Start) -> None:
     engine = started(concurrency=3)
     app.reset()
     app.together = 3
@@ -283,37 +246,33 @@ def test_requests_in_flight_are_limited(app: Misbehaviour, started: Callable[...
     assert app.most == 3
 
 
-@pytest.mark.parametrize(("first", "second"), [(True, True), (False, False), (True, False), (False, True)])
-def test_servers_that_report_other_logprobs_are_refused(
-    app: Misbehaviour, running: tuple[Misbehaviour, str], first: bool, second: bool
-) -> None:
+def test_servers_that_report_other_logprobs_are_refused(app: Misbehaviour, started: Start) -> None:
     """``--logprobs-mode raw_logprobs`` reports those before the temperature, ``processed_logprobs`` those after it."""
 
-    def reporting(raw: bool) -> Callable[[dict[str, Any], int], Any]:
+    def reporting(server: Misbehaviour, raw: bool) -> str:
+        """Have a server report one of the two; returns its address."""
+
         def answer(body: dict[str, Any], number: int) -> Any:
             given = completion(body)
-            top = {"a": -1.0 if raw else -1.0 / body["temperature"]}
+            top = {"a": -1.0 if raw else -1.0 / (body["temperature"] or 1.0)}
             given["choices"][0]["logprobs"]["top_logprobs"] = [top]
             return given
 
-        return answer
+        server.answer = answer
+        return server.url
 
-    other = Misbehaviour()
-    app.answer, other.answer = reporting(first), reporting(second)
+    warm, other = SamplingSpec(temperature=0.7), Misbehaviour()
     with Server(other, token=AccessToken(SECRET), shutdown_timeout=1) as server:
-        engine = VLLMServer([running[1], server.url], token=SECRET)
-        warm = SamplingSpec(temperature=0.7)
-        try:
-            assert engine.configure_logprobs(SamplingSpec())  # at temperature 1 they are the same
-            if first == second:
-                assert engine.configure_logprobs(warm) is not first
-            else:
-                raw, processed = (running[1], server.url) if first else (server.url, running[1])
-                words = rf"before the temperature \({raw}\) and those after it \({processed}\): .* --logprobs-mode"
-                with pytest.raises(EngineError, match=words):
-                    engine.configure_logprobs(warm)
-        finally:
-            engine.close()
+        other.url = server.url
+        engine = started(urls=[app.url, other.url])
+        assert engine.configure_logprobs(SamplingSpec())  # at temperature 1 they are the same
+        for raw, others in ((True, False), (False, True)):
+            before, after = (reporting(app, raw), reporting(other, others))[:: 1 if raw else -1]
+            words = rf"before the temperature \({before}\) and those after it \({after}\): .* --logprobs-mode"
+            with pytest.raises(EngineError, match=words):
+                engine.configure_logprobs(warm)
+        for raw in (True, False):
+            assert started(urls=[reporting(app, raw), reporting(other, raw)]).configure_logprobs(warm) is not raw
 
 
 def test_servers_with_vllms_own_transfer_are_refused_with_the_command_that_starts_one_with_ours() -> None:
