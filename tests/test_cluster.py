@@ -10,11 +10,9 @@ import re
 import secrets
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,8 +24,7 @@ from rl_runs import grpo_settings
 from safetensors.torch import load_file
 from strategies.ranks import free_port
 from test_docs_examples import blocks
-from tiny_models import tiny_model
-from transformers import AutoTokenizer
+from tiny_models import chat_tokenizer, tiny_model
 
 from rlhfkit.cli.main import lightning_cli
 
@@ -35,15 +32,14 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "cluster.md"
 LIMIT = 900.0
 """Seconds for ranks to start and to train, on a busy machine."""
-CHAT = "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
-TASKS = """#!/bin/bash
+WAIT = 'for task in "${tasks[@]}"; do wait "$task" || failed=1; done; exit ${failed:-0}'
+TASKS = f"""#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 for node in 0 1; do
   SLURM_PROCID=$node SLURM_NODEID=$node SLURM_LOCALID=0 "$@" &
   tasks+=($!)
 done
-for task in "${tasks[@]}"; do wait "$task" || failed=1; done
-exit ${failed:-0}
+{WAIT}
 """
 """``srun`` of two nodes with a task each."""
 OTHER_NODE = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@" --num-cpus=2 --resources=\'{"other": 1}\'\n'
@@ -59,9 +55,7 @@ def script(word: str) -> str:
 def world(tmp_path: Path) -> Path:
     """A folder with a model that has a chat template, and rows of conversations and of additions."""
     tiny_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(tmp_path / "model")
+    chat_tokenizer().save_pretrained(tmp_path / "model")
     turns = [[{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}] for i in range(64)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
     rows = [{"question": f"{i}+1=", "answer": f"{i + 1}"} for i in range(16)]
@@ -94,31 +88,15 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return found | {"PATH": path, "PYTHONPATH": python, "OMP_NUM_THREADS": "1"} | more
 
 
-def train(text: str, folder: Path, **more: str) -> str:
-    """Run scripts of a cluster's nodes, one for each ``{node}`` of the text, and return what the first has printed."""
-    texts = [text.replace("{node}", str(node)) for node in range(2)] if "{node}" in text else [text]
-    outputs = [folder / f"output_{node}.txt" for node in range(len(texts))]
-    nodes = [
-        subprocess.Popen(
-            ["bash", "-c", one],
-            cwd=folder,
-            env=environment(folder, **more),
-            stdout=output.open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+def train(text: str, folder: Path, **more: str) -> None:
+    """Run a script; what it has started ends with it if it takes too long."""
+    output = folder / "output.txt"  # a pipe would be open as long as Ray's daemons are
+    command = ["timeout", "--kill-after=10", str(LIMIT), "bash", "-c", text]
+    with output.open("w") as file:
+        done = subprocess.run(
+            command, cwd=folder, env=environment(folder, **more), stdout=file, stderr=subprocess.STDOUT, check=False
         )
-        for one, output in zip(texts, outputs, strict=True)
-    ]
-    end = time.monotonic() + LIMIT
-    try:
-        for node, output in zip(nodes, outputs, strict=True):
-            assert node.wait(max(end - time.monotonic(), 1)) == 0, output.read_text()[-6000:]
-    finally:
-        for node in nodes:
-            if node.poll() is None:
-                os.killpg(node.pid, signal.SIGKILL)
-                node.wait()
-    return outputs[0].read_text()
+    assert done.returncode == 0, output.read_text()[-6000:]
 
 
 def exported(folder: Path) -> Mapping[str, torch.Tensor]:
@@ -147,9 +125,9 @@ def test_two_nodes_of_slurm_or_torchrun_train_what_one_process_trains(
 
     launch = small("torchrun", *SFT).replace("head:29500", f"127.0.0.1:{free_port()}")
     launch = re.sub(
-        "--nnodes 4 --nproc-per-node 8", "--nnodes 2 --nproc-per-node 1 --local-addr 127.0.0.$((1 + {node}))", launch
+        "--nnodes 4 --nproc-per-node 8", "--nnodes 2 --nproc-per-node 1 --local-addr 127.0.0.$((1 + node))", launch
     )
-    train(launch, world)
+    train(f"for node in 0 1; do ( {launch} ) & tasks+=($!); done; {WAIT}", world)
     by_torchrun = exported(world / "runs/sft/model")
 
     start = exported(world / "model")
@@ -213,11 +191,11 @@ def test_a_job_of_slurm_trains_on_two_nodes_of_ray_and_goes_on_when_it_is_starte
     job = {"JOB_ID": "4711", "JOB_NAME": "grpo", "NTASKS": "2", "NTASKS_PER_NODE": "1", "NODEID": "0", "NNODES": "2"}
     more = ray_variables | {f"SLURM_{name}": value for name, value in job.items()}
 
-    def submit(*options: str) -> str:
+    def submit(*options: str) -> None:
         text = script("ray start --head --port").replace("6379", str(free_port()))
         text = text.replace("ray start --head", "ray start --head --num-cpus=2 --include-dashboard=false")
         text = text.replace("--ckpt_path last", " ".join(["--ckpt_path last", *options]))
-        return train(text, world, **more)
+        train(text, world, **more)
 
     submit()
     rows = logged(world, 0)
