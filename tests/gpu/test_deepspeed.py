@@ -1,12 +1,9 @@
 """DeepSpeed on a device, over NCCL on a GPU; and ranks that compute forward passes together."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from gpu.cases import difference
 from gpu.comparing import Figures
 from gpu.launch import launch
 
@@ -37,18 +34,5 @@ def test_a_fused_optimizer_goes_on_after_a_resume_on_other_ranks(device: str, tm
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda(2))], indirect=True)
 def test_ranks_that_share_forward_passes_are_one_rank(device: str, tmp_path: Path, figures: Figures) -> None:
-    options = {"options": {"accelerator": "gpu" if device == "cuda" else "cpu"}}
-    cases: dict[str, dict[str, Any]] = {
-        "sft, sequence": {"stage": 2, "sequence_parallel_size": 2},
-        "sft, ring": {"stage": 2, "sequence_parallel_size": 2, "sequence_parallel": "ring"},
-        "sft, tensor": {"stage": 2, "tensor_parallel_size": 2},
-    }
-    alone = {"sft, alone": {"stage": 2} | options}
-    place = {"place": str(tmp_path)}
-    launch("strategies.tensor_cases:train", 1, tmp_path / "1", on=device, cases=alone, **place)
-    together = {name: case | options for name, case in cases.items()}
-    launch("strategies.tensor_cases:train", 2, tmp_path / "2", on=device, cases=together, **place)
-    expected = torch.load(tmp_path / "sft, alone, 1 ranks.pt", map_location="cpu")
-    for name in cases:
-        found = torch.load(tmp_path / f"{name}, 2 ranks.pt", map_location="cpu")
-        figures(name, difference(found, expected), APART)
+    found = launch("strategies.test_tensor_parallel:shared_forwards", 2, tmp_path, on=device, device=device)
+    figures.add(found[0], APART)

@@ -49,7 +49,7 @@ class Spy(toys.pl.Callback):
             self.logged.append(float(trainer.callback_metrics["grad_norm/policy"]))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        children = ["policy", "critic"] if module.hparams.critic else ["policy"]
+        children = [name for name in ("policy", "critic") if hasattr(module, name)]
         self.weights = full_weights(module, trainer.strategy, children)
 
 
