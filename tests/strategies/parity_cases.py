@@ -1,6 +1,7 @@
 """Short fits that a rank runs, many in one process, and how two of them are compared."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ def gradient_norm(module: torch.nn.Module) -> float:
 
 
 class Spy(toys.pl.Callback):
-    """Keeps full weights at the end of training, while engines are there, and the gradient norms of each step."""
+    """Losses of a fit, gradient norms of each step, and full weights at the end, while engines are there."""
 
     def __init__(self) -> None:
+        self.module: Any = None
+        self.losses: list[float] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.norms: list[dict[str, float]] = []
         self.logged: list[float] = []
@@ -49,27 +52,37 @@ class Spy(toys.pl.Callback):
             self.logged.append(float(trainer.callback_metrics["grad_norm/policy"]))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.module, self.losses = module, getattr(module, "losses", self.losses)
         children = [name for name in ("policy", "critic") if hasattr(module, name)]
         self.weights = full_weights(module, trainer.strategy, children)
 
 
-def fit(strategy: Any, *, batches: int = 4, trainer: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """One fit; ``strategy`` None means plain Lightning on one rank."""
-    rank, ranks = RANK, RANKS
-    if strategy is None:
-        rank, ranks, strategy = 0, 1, "auto"
-    module, spy = toys.Toy(**options), Spy()
-    run = toys.trainer(strategy, ranks, callbacks=[spy], log_every_n_steps=1, **(trainer or {}))
-    run.fit(module, toys.ShareLoader(toys.global_batches(batches), rank, ranks))
-    return {
-        "losses": module.losses,
-        "learning_rates": module.learning_rates,
-        "weights": spy.weights,
-        "norms": spy.norms,
-        "logged": spy.logged,
-        "steps": run.global_step,
-        "child_type": type(module.policy).__name__,
-    }
+def fit(
+    module: Any,
+    strategy: Any,
+    batches: list[torch.Tensor] | None = None,
+    *,
+    loader: Any = toys.ShareLoader,
+    callbacks: Sequence[Any] = (),
+    resume: Path | None = None,
+    **trainer: Any,
+) -> Spy:
+    """One fit, of four global batches unless told; under the strategy ``"auto"`` it is plain Lightning on one rank."""
+    rank, ranks = (0, 1) if strategy == "auto" else (RANK, RANKS)
+    spy, share = Spy(), loader(batches or toys.global_batches(4), rank, ranks)
+    toys.trainer(strategy, ranks, callbacks=[spy, *callbacks], **trainer).fit(module, share, ckpt_path=resume)
+    return spy
+
+
+def run(
+    strategy: Any, model: str, epochs: int, callbacks: list[Any], resume: Path | None = None, **options: Any
+) -> Spy:
+    """Fit with dropout, two engines, a frozen reference, accumulation 2 and a schedule, so that all state matters."""
+    batches, kind = toys.global_batches(options.pop("batches", 6)), options.pop("kind", toys.Toy)
+    trainer = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0} | options.pop("trainer", {})
+    module = kind(model, **({"critic": True, "reference": True, "dropout": 0.2} | options))
+    toys.pl.seed_everything(11 + RANK, verbose=False)
+    return fit(module, strategy, batches, callbacks=callbacks, resume=resume, max_epochs=epochs, **trainer)
 
 
 def difference(first: list[float], second: list[float]) -> float:
@@ -86,13 +99,10 @@ def weight_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Te
     return float(torch.stack([(first[name].double() - second[name].double()).abs().max() for name in first]).max())
 
 
-Run = tuple[list[float], dict[str, torch.Tensor]]
-"""Losses, and the final weights of rank 0."""
-
-
-def check_equal(found: Run, expected: Run, what: str, tolerance: float = 0.0) -> None:
-    """Fails unless losses and weights of two runs differ by ``tolerance`` at most."""
-    loss, weight = difference(found[0], expected[0]), weight_difference(found[1], expected[1]) if RANK == 0 else 0.0
+def check_equal(found: Spy, expected: Spy, what: str, tolerance: float = 0.0, *, skipped: int = 0) -> None:
+    """Fails unless losses, but the first ``skipped`` expected ones, and weights differ by ``tolerance`` at most."""
+    loss = difference(found.losses, expected.losses[skipped:])
+    weight = weight_difference(found.weights, expected.weights) if RANK == 0 else 0.0
     assert loss <= tolerance, f"{what}: losses differ by {loss}, weights by {weight}"
     assert weight <= tolerance, f"{what}: weights differ by {weight}"
 
@@ -108,18 +118,3 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))
     return first == second or (hasattr(first, "__dict__") and same(vars(first), vars(second)))
-
-
-def run(
-    strategy: Any, model: str, epochs: int, callbacks: list[Any], resume: Path | None = None, **options: Any
-) -> tuple[Any, Spy]:
-    """Fit with dropout, two engines, a frozen reference, accumulation 2 and a schedule, so that all state matters."""
-    batches = options.pop("batches", 6)
-    fit = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0} | options.pop("trainer", {})
-    kind = options.pop("kind", toys.Toy)
-    settings = {"critic": True, "reference": True, "dropout": 0.2} | options
-    module, spy = kind(model, **settings), Spy()
-    trainer = toys.trainer(strategy, RANKS, max_epochs=epochs, callbacks=[spy, *callbacks], **fit)
-    toys.pl.seed_everything(11 + RANK, verbose=False)
-    trainer.fit(module, toys.ShareLoader(toys.global_batches(batches), RANK, RANKS), ckpt_path=resume)
-    return module, spy

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from strategies import toys
-from strategies.parity_cases import RANK, RANKS, Run, Spy, check_equal, difference, fit
+from strategies.parity_cases import RANK, RANKS, check_equal, difference, fit
 from strategies.ranks import on_two_ranks
 
 STAGES = range(4)
@@ -20,13 +20,13 @@ STAGES = range(4)
 @on_two_ranks
 def test_bf16_stays_near_fp32(folder: Path, model: str) -> None:
     """The weights are in bf16; ``mixed`` means the same."""
-    exact = fit("rlhf_zero2", model=model, reference=True)
+    exact = fit(toys.Toy(model, reference=True), "rlhf_zero2")
     for stage, kind in [*((stage, "bf16-true") for stage in STAGES), (3, "bf16-mixed")]:
-        rounded = fit(f"rlhf_zero{stage}", model=model, reference=True, trainer={"precision": kind})
+        rounded = fit(toys.Toy(model, reference=True), f"rlhf_zero{stage}", precision=kind)
         # bf16 has 8 bits: weights of 0.1 round by up to 4e-4, and losses of about 4 moved by 2.3e-3 at most in 4 steps.
-        assert 0 < difference(exact["losses"], rounded["losses"]) < 5e-3, (stage, kind)
-        assert {weight.dtype for weight in rounded["weights"].values()} <= {torch.bfloat16}, (stage, kind)
-        assert rounded["weights"] or RANK > 0
+        assert 0 < difference(exact.losses, rounded.losses) < 5e-3, (stage, kind)
+        assert {weight.dtype for weight in rounded.weights.values()} <= {torch.bfloat16}, (stage, kind)
+        assert rounded.weights or RANK > 0
 
 
 class Seen(toys.Toy):
@@ -92,13 +92,9 @@ class Dropping(toys.Toy):
 def test_zero_grad_drops_gradients_that_were_reduced_already(folder: Path, model: str) -> None:
     """Against runs that never computed them; in 16 bits stages 1 and 2 keep gradients where they do in 32."""
     for stage, kind in [*((stage, "32-true") for stage in STAGES), (0, "bf16-true"), (3, "bf16-true")]:
-        runs: list[Run] = []
-        for waste in (True, False):
-            module, spy = Dropping(model, optimizer="sgd"), Spy()
-            module.waste = waste
-            trainer = toys.trainer(f"rlhf_zero{stage}", RANKS, callbacks=[spy], precision=kind)
-            trainer.fit(module, toys.ShareLoader(toys.global_batches(3), RANK, RANKS))
-            runs.append((module.losses, spy.weights))
+        dropping, straight = Dropping(model, optimizer="sgd"), Dropping(model, optimizer="sgd")
+        straight.waste = False
+        runs = [fit(module, f"rlhf_zero{stage}", precision=kind) for module in (dropping, straight)]
         check_equal(*runs, f"stage {stage}, {kind}")
 
 
@@ -129,13 +125,6 @@ class TwoOptimizers(toys.Toy):
 @on_two_ranks
 def test_several_optimizers_with_manual_optimization_equal_plain_lightning(folder: Path, model: str) -> None:
     """At every stage."""
-
-    def optimized(strategy: str, rank: int, ranks: int) -> Run:
-        module, spy = TwoOptimizers(model), Spy()
-        shares = toys.ShareLoader(toys.global_batches(4), rank, ranks)
-        toys.trainer(strategy, ranks, callbacks=[spy]).fit(module, shares)
-        return module.losses, spy.weights
-
-    expected = optimized("auto", 0, 1)
+    expected = fit(TwoOptimizers(model), "auto")
     for stage in STAGES:
-        check_equal(optimized(f"rlhf_zero{stage}", RANK, RANKS), expected, f"stage {stage}", 1e-6)
+        check_equal(fit(TwoOptimizers(model), f"rlhf_zero{stage}"), expected, f"stage {stage}", 1e-6)

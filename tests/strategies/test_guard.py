@@ -16,7 +16,7 @@ from rlhfkit.callbacks.guard import NonFiniteError
 from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from strategies import toys
-from strategies.parity_cases import RANK, RANKS, full_weights, same, weight_difference
+from strategies.parity_cases import RANK, RANKS, fit, full_weights, same, weight_difference
 from strategies.ranks import on_two_ranks
 
 POISON = {3: "loss", 6: "critic gradient"}
@@ -69,18 +69,18 @@ class Watch(toys.pl.Callback):
             self.logged.append(float(trainer.callback_metrics["skipped_updates"]))
 
 
-def guarded(strategy: Any, model: str, rank: int = RANK, ranks: int = RANKS, **options: Any) -> dict[str, Tensor]:
+def guarded(strategy: Any, model: str, **options: Any) -> dict[str, Tensor]:
     """Five updates, of which the two that are poisoned change no weight and no optimizer state of any engine.
 
     The second has a loss of NaN in its last micro-batch, the fourth a finite loss and a NaN in the critic's gradient in
     its first: the policy stands still too. Both on the last rank only. Returns the last weights.
     """
     module, watch, guard = Poisoned(model, critic=True), Watch(), NonFiniteGuard(max_skipped_updates=2)
-    trainer = toys.trainer(strategy, ranks, callbacks=[guard, watch], accumulate_grad_batches=2, **options)
-    trainer.fit(module, Batches(toys.global_batches(10), rank, ranks))
+    options |= {"loader": Batches, "callbacks": [guard, watch], "accumulate_grad_batches": 2}
+    fit(module, strategy, toys.global_batches(10), **options)
     what, still = f"{strategy}, {options}", [True, False, True, False]
     assert [same(a, b) for a, b in pairwise(watch.states)] == still, what
-    if rank == 0:
+    if RANK == 0 or strategy == "auto":
         assert [weight_difference(a, b) == 0 for a, b in pairwise(watch.weights)] == still, what
     assert watch.logged == [0, 1, 1, 2, 2], what
     assert guard.skipped_updates == 2, what
@@ -92,7 +92,7 @@ def test_a_skipped_update_changes_nothing_and_training_goes_on_as_if_its_window_
     folder: Path, model: str
 ) -> None:
     """Against plain Lightning on one rank, where the callback drops the gradients of the same windows."""
-    plain = guarded("auto", model, 0, 1)
+    plain = guarded("auto", model)
     offloading = [f"rlhf_zero{stage}_offload" for stage in (2, 3)]
     for strategy in (*(f"rlhf_zero{stage}" for stage in range(4)), *offloading, "ddp"):
         found = guarded(strategy, model)
@@ -107,17 +107,16 @@ def test_too_many_in_a_row_stop_all_ranks_with_the_batches_on_disk(folder: Path,
     for strategy in ("rlhf_zero2", "ddp"):
         module, place = Poisoned(model), folder / strategy
         module.poison = dict.fromkeys(range(3, 12), "loss")
-        guard, data = NonFiniteGuard(max_skipped_updates=3, folder=place), Batches(toys.global_batches(12), RANK, RANKS)
-        trainer = toys.trainer(strategy, RANKS, callbacks=[guard], accumulate_grad_batches=2)
+        guard, data = NonFiniteGuard(max_skipped_updates=3, folder=place), toys.global_batches(12)
         with pytest.raises(NonFiniteError, match="3 updates in a row were skipped") as caught:
-            trainer.fit(module, data)
+            fit(module, strategy, data, loader=Batches, callbacks=[guard], accumulate_grad_batches=2)
         (file,) = place.glob(f"*/rank_{RANK:05d}.pt")
         assert str(file.parent) in str(caught.value)
         dumped = torch.load(file, weights_only=True)["batches"]
         assert [entry["batch_index"] for entry in dumped] == [6, 7]
         assert [bool(entry["finite_loss"]) for entry in dumped] == [RANK == 0] * 2, "the dump names the bad rank"
         batches = [PaddedBatch.from_state_dict(entry["batch"]).input_ids for entry in dumped]
-        assert same(batches, data.shares[6:8]), strategy
+        assert same(batches, [batch[RANK::RANKS] for batch in data[6:8]]), strategy
 
 
 @on_two_ranks
@@ -128,8 +127,7 @@ def test_fp16_overflows_are_errors_only_where_the_loss_scale_cannot_fall(folder:
         strategy = RLHFDeepSpeedStrategy(stage=stage, initial_scale_power=2, min_loss_scale=1, hysteresis=1)
         module, guard = Poisoned(model), NonFiniteGuard(2, folder=folder / f"half-{stage}")
         module.poison = dict.fromkeys(range(2, 12), "policy gradient")
-        trainer = toys.trainer(strategy, RANKS, callbacks=[guard], precision="16-true")
         with pytest.raises(NonFiniteError, match="2 updates in a row"):
-            trainer.fit(module, Batches(toys.global_batches(12), RANK, RANKS))
+            fit(module, strategy, toys.global_batches(12), loader=Batches, callbacks=[guard], precision="16-true")
         counts = (strategy.rescaled_updates, strategy.skipped_updates, len(module.losses))
         assert counts == (2, 2, 6), (stage, counts)

@@ -18,26 +18,24 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rl_runs import setup_run
-from tiny_models import tiny_model
+from rl_runs import fit_run
 
-from rlhfkit import RLHFDeepSpeedStrategy, SFTDataModule, SFTModule
+from rlhfkit import RLHFDeepSpeedStrategy
 from rlhfkit.rollout import ModuleWeights
-from strategies import ranks, toys
+from strategies import ranks
 from strategies.parity_cases import RANK, RANKS
 
 pytestmark = pytest.mark.distributed
 KILLS = int(os.environ.get("RLHFKIT_KILLS", 3))
 EPOCHS = 4 if KILLS <= 3 else 40
 CASES = {
-    "plain": ("rl", "auto", 1),
-    "plain, 2 ranks": ("sft", "ddp", 2),  # a plain strategy saves rank 0 and cannot resume inside an iteration
-    "ZeRO 2": ("rl", "rlhf_zero2", 1),
-    "ZeRO 2, 2 ranks": ("rl", "rlhf_zero2", 2),
-    "ZeRO 3": ("rl", "rlhf_zero3", 1),
-    "ZeRO 3, 2 ranks": ("rl", "rlhf_zero3", 2),
-    "ZeRO 2, background": ("rl", "background rlhf_zero2", 1),
-    "ZeRO 3, background, 2 ranks": ("rl", "background rlhf_zero3", 2),
+    "plain": ("auto", 1),
+    "ZeRO 2": ("rlhf_zero2", 1),
+    "ZeRO 2, 2 ranks": ("rlhf_zero2", 2),
+    "ZeRO 3": ("rlhf_zero3", 1),
+    "ZeRO 3, 2 ranks": ("rlhf_zero3", 2),
+    "ZeRO 2, background": ("background rlhf_zero2", 1),
+    "ZeRO 3, background, 2 ranks": ("background rlhf_zero3", 2),
 }
 
 
@@ -64,14 +62,11 @@ class Trace(L.Callback):
             file.write(json.dumps(entry) + "\n")
 
 
-def live(
-    folder: Path, kind: str, strategy: str, place: str, saved: str | None = None, resume: str | None = None
-) -> list[int]:
+def live(folder: Path, strategy: str, place: str, saved: str | None = None, resume: str | None = None) -> list[int]:
     """One life of a run on a rank: until it is done, or killed.
 
     Args:
         folder: Of this launch: the trace.
-        kind: ``rl`` or ``sft``.
         strategy: Name of the strategy; ``background rlhf_zero2`` saves in the background.
         place: Of the run: model and data.
         saved: Where to save after every optimizer step.
@@ -93,14 +88,7 @@ def live(
         "accumulate_grad_batches": 2,
     }
     home = Path(place) / f"rank{RANK}"  # ranks must not write the same model
-    if kind == "rl":
-        trainer, module, data, _ = setup_run(home, data_arguments=micro, devices=RANKS, **options)
-        trainer.fit(module, data, ckpt_path=resume)
-    else:
-        model = str(tiny_model(home / "model"))
-        text = SFTDataModule([{"text": f"{i}+{i}={2 * i}"} for i in range(32)], tokenizer=model, **micro)
-        trainer = toys.trainer(ranks=RANKS, default_root_dir=str(home), **options)
-        trainer.fit(SFTModule(model, lr=1e-3), text, ckpt_path=resume)
+    fit_run(home, resume=resume, data_arguments=micro, devices=RANKS, **options)
     return trace.weights
 
 
@@ -134,7 +122,7 @@ def killed(count: int, folder: Path, delay: float, steps: int, **arguments: Any)
         ranks.stop(processes)
 
 
-StraightRun = Callable[[str, str, int], tuple[Any, list[list[list[int]]]]]
+StraightRun = Callable[[str, int], tuple[Any, list[list[list[int]]]]]
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +130,9 @@ def straight_run(tmp_path_factory: pytest.TempPathFactory) -> StraightRun:
     """Weights and traces of the run that nobody kills, which is the same whether or not it saves in the background."""
 
     @functools.cache
-    def run(kind: str, strategy: str, count: int) -> tuple[Any, list[list[list[int]]]]:
+    def run(strategy: str, count: int) -> tuple[Any, list[list[list[int]]]]:
         place = tmp_path_factory.mktemp("straight")
-        weights = ranks.run(live, count, place / "run", kind=kind, strategy=strategy, place=str(place / "place"))
+        weights = ranks.run(live, count, place / "run", strategy=strategy, place=str(place / "place"))
         return weights, [trace(place / "run", rank)[1] for rank in range(count)]
 
     return run
@@ -159,9 +147,9 @@ FEW = [
 
 @pytest.mark.parametrize("case", FEW if KILLS <= 3 else CASES)
 def test_a_run_killed_at_random_is_the_straight_one(straight_run: StraightRun, tmp_path: Path, case: str) -> None:
-    kind, strategy, count = CASES[case]
+    strategy, count = CASES[case]
     chance, saved = random.Random(case), tmp_path / "saved"
-    straight, learned_straight = straight_run(kind, strategy.removeprefix("background "), count)
+    straight, learned_straight = straight_run(strategy.removeprefix("background "), count)
     lives: list[Path] = []
 
     def arguments() -> dict[str, Any]:
@@ -169,7 +157,7 @@ def test_a_run_killed_at_random_is_the_straight_one(straight_run: StraightRun, t
         lives.append(tmp_path / f"life{len(lives)}")
         resume, place = newest(saved)[1], str(tmp_path / "place")
         shared = {"saved": str(saved), "resume": resume and str(resume), "place": place}
-        return shared | {"kind": kind, "strategy": strategy, "folder": lives[-1]}
+        return shared | {"strategy": strategy, "folder": lives[-1]}
 
     for life in range(KILLS):
         left = 2 * EPOCHS - newest(saved)[0]

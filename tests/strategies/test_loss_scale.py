@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from strategies import toys
-from strategies.parity_cases import RANK, RANKS
+from strategies.parity_cases import Spy, fit
 from strategies.ranks import on_two_ranks
 
 UPDATES = 4
@@ -62,7 +62,7 @@ def momentum_of(engine: Any) -> Iterator[tuple[str, Tensor]]:
                 yield names[half], engine.basic_optimizer.state[full].get("momentum_buffer", torch.zeros_like(full))
 
 
-def run(stage: int, model: str, powers: tuple[int, int], callbacks: Any, path: Any = None, **options: Any) -> Any:
+def run(stage: int, model: str, powers: tuple[int, int], callbacks: Any, path: Any = None, **options: Any) -> Spy:
     """Windows of two micro-batches; the scales grow after every second update without an overflow."""
     strategy = RLHFDeepSpeedStrategy(
         stage=stage,
@@ -71,11 +71,10 @@ def run(stage: int, model: str, powers: tuple[int, int], callbacks: Any, path: A
         hysteresis=1,
         engine_configs={"critic": {"fp16": {"initial_scale_power": powers[1]}}},
     )
-    module = Summed(model, critic=True, **options)
-    trainer = toys.trainer(strategy, RANKS, precision="16-true", callbacks=callbacks, accumulate_grad_batches=2)
-    trainer.fit(module, toys.ShareLoader(toys.global_batches(2 * UPDATES), RANK, RANKS), ckpt_path=path)
+    trainer = {"precision": "16-true", "callbacks": callbacks, "accumulate_grad_batches": 2, "resume": path}
+    spy = fit(Summed(model, critic=True, **options), strategy, toys.global_batches(2 * UPDATES), **trainer)
     assert strategy.skipped_updates == 0, "an overflow is no error"
-    return module
+    return spy
 
 
 def exact_gradients(model: str) -> list[Gradients]:

@@ -13,9 +13,9 @@ from torch import nn
 
 from rlhfkit.strategies.deepspeed.engines import tensors_in
 from rlhfkit.strategies.strategy import RLHFDeepSpeedStrategy
-from strategies.parity_cases import RANK, RANKS, Spy, same
+from strategies.parity_cases import run, same
 from strategies.ranks import on_two_ranks
-from strategies.toys import ShareLoader, Toy, global_batches, trainer
+from strategies.toys import Toy
 
 SMALLEST = 512
 CASES: list[dict[str, Any]] = [
@@ -101,21 +101,20 @@ class OwnMemory(Toy):
 
 def train(checkpoint: Path, model: str, case: dict[str, Any], *, active: bool) -> dict[str, Any]:
     """A policy, a critic and a frozen reference for three optimizer steps of two micro-batches: all that is left."""
-    options = {"precision": "32-true", "offload_optimizer": False} | case
-    offloader, spy, module = Offloader(checkpoint, active=active), Spy(), OwnMemory(model, critic=True, reference=True)
-    run = trainer(
-        RLHFDeepSpeedStrategy(stage=options["stage"], offload_optimizer=options["offload_optimizer"]),
-        RANKS,
-        precision=options["precision"],
-        callbacks=[offloader, spy],
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.5,
+    stage, offload_optimizer, precision = case["stage"], case.get("offload_optimizer", False), case.get("precision")
+    offloader = Offloader(checkpoint, active=active)
+    spy = run(
+        RLHFDeepSpeedStrategy(stage, offload_optimizer=offload_optimizer),
+        model,
+        1,
+        [offloader],
+        kind=OwnMemory,
+        trainer={"precision": precision},
     )
-    run.fit(module, train_dataloaders=ShareLoader(global_batches(6), RANK, RANKS))
     saved = [tensors_in(torch.load(path, weights_only=False)) for path in sorted(checkpoint.glob("*/*/*.pt"))]
     assert len(saved) >= 2
     return {
-        "losses": module.losses,
+        "losses": spy.losses,
         "weights": spy.weights,
         "states": offloader.states,
         "saved": [list(tensors) for tensors in saved],

@@ -20,7 +20,7 @@ from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.modules.optimizers import Muon
 from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
 from strategies import ranks, toys
-from strategies.parity_cases import RANK, RANKS, Spy, weight_difference
+from strategies.parity_cases import RANK, RANKS, Spy, check_equal, fit
 
 pytestmark = pytest.mark.distributed
 
@@ -90,29 +90,28 @@ class FixedSize(toys.ShareLoader):
     state_dict = load_state_dict = None  # type: ignore[assignment]  # a loader without state, as most are
 
 
-def run(stage: int, model: str, epochs: int, callbacks: list[Any], resume: Path | None = None, **options: Any) -> Any:
+def run(stage: int, model: str, epochs: int, callbacks: list[Any], resume: Path | None = None, **options: Any) -> Spy:
     """Four global batches an epoch, accumulation 2."""
-    data = options.pop("data", toys.ShareLoader)
-    trainer_options = {"accumulate_grad_batches": 2} | options.pop("trainer", {})
-    module, spy = TwoGroups(model, critic=True, **options), Spy()
-    trainer = toys.trainer(
-        f"rlhf_zero{stage}", RANKS, max_epochs=epochs, callbacks=[spy, *callbacks], **trainer_options
-    )
-    trainer.fit(module, data(toys.global_batches(4), RANK, RANKS), ckpt_path=resume)
-    return module, spy, trainer
+    trainer = {"accumulate_grad_batches": 2, "loader": toys.ShareLoader} | options.pop("trainer", {})
+    module = TwoGroups(model, critic=True, **options)
+    return fit(module, f"rlhf_zero{stage}", callbacks=callbacks, resume=resume, max_epochs=epochs, **trainer)
 
 
 def fixed_size(**trainer: Any) -> dict[str, Any]:
     """Options of runs whose loaders do not say where they stand; eight micro-batches of four rows an epoch."""
-    return {"data": FixedSize, "trainer": {"accumulate_grad_batches": 4 // RANKS} | trainer}
+    return {"trainer": {"loader": FixedSize, "accumulate_grad_batches": 4 // RANKS} | trainer}
 
 
 def save(folder: Path, models: dict[str, str]) -> None:
-    """Checkpoints in the middle of an epoch, and at the end of one."""
+    """Checkpoints in the middle of an epoch, and at the end of one; what the same ranks go on with, bit for bit."""
     for name, case in CASES.items():
         if RANKS in case.saved_by:
-            saver = SaveAt(folder / f"{name}.ckpt", 2)
-            run(case.stage, models.get(name, models["usual"]), 1, [saver], **case.options)
+            path, model = folder / f"{name}.ckpt", models.get(name, models["usual"])
+            straight = run(case.stage, model, 1, [SaveAt(path, 2)], **case.options)
+            resumed = run(case.stage, model, 1, [], path, **case.options)
+            check_equal(resumed, straight, name, skipped=2)
+            if RANK == 0:
+                torch.save((resumed.losses, resumed.weights, resumed.module.learning_rates), folder / f"{name}.pt")
     run(2, models["usual"], 1, [SaveAt(folder / "sgd.ckpt", 2)], optimizer="sgd")
     end = ModelCheckpoint(dirpath=folder, filename="end", save_on_train_epoch_end=True)
     savers = [end, SaveAt(folder / "inside.ckpt", 4 // RANKS)]
@@ -131,37 +130,35 @@ def only_read(place: Path) -> Iterator[None]:
     assert RANK > 0 or files() == before
 
 
-def resume(folder: Path, models: dict[str, str], place: str, saved_by: int) -> dict[str, Any]:
-    """The rest of what another (or the same) number of ranks began; rank 0 writes weights into ``folder``."""
-    saved, model, other = Path(place), models["usual"], saved_by != RANKS
-    found: dict[str, Any] = {}
+def resume(folder: Path, models: dict[str, str], place: str, saved_by: int) -> None:
+    """The rest of what another number of ranks began."""
+    saved, model = Path(place), models["usual"]
     for name, case in CASES.items():
         if saved_by in case.saved_by:
+            own = models.get(name, model)
             with only_read(saved):
-                module, spy, trainer = run(
-                    case.stage, models.get(name, model), 1, [], saved / f"{name}.ckpt", **case.options
-                )
-            assert (trainer.global_step, trainer.current_epoch, len(module.losses)) == (2, 1, 2), name
+                found, same = run(case.stage, own, 1, [], saved / f"{name}.ckpt", **case.options), Spy()
+            module, trainer = found.module, found.module.trainer
+            assert (trainer.global_step, trainer.current_epoch) == (2, 1), name
             assert module.policy.seen.item() == 4, "a buffer that counts batches"
-            found[name] = [module.losses, module.learning_rates]
-            if RANK == 0:
-                torch.save(spy.weights, folder / f"{name}.pt")
+            same.losses, same.weights, rates = torch.load(saved / f"{name}.pt")
+            assert module.learning_rates == rates, name
+            check_equal(found, same, name, case.tolerance)
     # After an epoch the next one is dealt to the new ranks: all micro-batches for one rank, four for each of two.
-    module, _, trainer = run(2, model, 2, [], saved / "end.ckpt", **fixed_size())
-    assert (len(module.losses), trainer.global_step, trainer.current_epoch) == (8 // RANKS, 4, 2)
+    found = run(2, model, 2, [], saved / "end.ckpt", **fixed_size())
+    trainer = found.module.trainer
+    assert (len(found.losses), trainer.global_step, trainer.current_epoch) == (8 // RANKS, 4, 2)
+    inside = rf"saved by {saved_by} rank\(s\) inside an epoch.*do not say where they stood"
     refused = [
         (3, "stage 2", {}, r"at the ZeRO stages \{'(critic|policy)': 2, .*the number of ranks may be another one"),
+        (2, "inside", fixed_size(), inside),
     ]
-    if other:
-        inside = rf"saved by {saved_by} rank\(s\) inside an epoch.*do not say where they stood"
-        refused.append((2, "inside", fixed_size(), inside))
-        if saved_by == 2:
-            nothing = r"keeps nothing\. The number of ranks changes only for optimizers that keep \['exp_avg'"
-            refused.append((2, "sgd", {"optimizer": "sgd"}, nothing))
+    if saved_by == 2:
+        nothing = r"keeps nothing\. The number of ranks changes only for optimizers that keep \['exp_avg'"
+        refused.append((2, "sgd", {"optimizer": "sgd"}, nothing))
     for stage, name, options, message in refused:
         with only_read(saved), pytest.raises(CheckpointError, match=message):
             run(stage, model, 1, [], saved / f"{name}.ckpt", **options)
-    return found
 
 
 @pytest.mark.parametrize("saved_by", [1, 2])
@@ -169,19 +166,9 @@ def test_a_run_goes_on_with_another_number_of_ranks_as_with_the_same_or_says_why
     tmp_path: Path, model_folder: str, tied_model_folder: str, saved_by: int
 ) -> None:
     """Two engines, groups of different learning rate and weight decay, a schedule, Adam's moments and a buffer."""
-    models = {"usual": model_folder, "tied": tied_model_folder}
-    ranks.run(save, saved_by, tmp_path / "saved", models=models)
-    folders = [tmp_path / "same", tmp_path / "other"]
-    same, other = (
-        ranks.run(resume, count, folder, models=models, place=str(tmp_path / "saved"), saved_by=saved_by)[0]
-        for count, folder in zip((saved_by, 3 - saved_by), folders, strict=True)
-    )
-    for name, (losses, rates) in same.items():
-        tolerance = CASES[name].tolerance
-        assert other[name] == [pytest.approx(losses, abs=tolerance), rates], name
-        apart = weight_difference(*(torch.load(folder / f"{name}.pt") for folder in folders))
-        assert apart <= tolerance, name
-    assert same
+    models, saved = {"usual": model_folder, "tied": tied_model_folder}, tmp_path / "saved"
+    ranks.run(save, saved_by, saved, models=models)
+    ranks.run(resume, 3 - saved_by, tmp_path / "other", models=models, place=str(saved), saved_by=saved_by)
 
 
 def slow(folder: Path) -> None:
