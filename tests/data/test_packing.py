@@ -168,30 +168,17 @@ def test_ranks_work_on_micro_batches_of_one_size_at_a_time() -> None:
     assert sum(map(sum, sizes)) == sum(lengths)
 
 
-def best_fit_by_hand(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Look at every bin for every item; of bins with equal room, the one that got it last."""
-    bins: list[list[int]] = []
-    touched: list[int] = []
-    for turn, index in enumerate(sorted(range(len(lengths)), key=lambda index: -lengths[index])):
-        rooms = [capacity - sum(lengths[other] for other in rows) for rows in bins]
-        fitting = [number for number, room in enumerate(rooms) if room >= lengths[index]]
-        if not fitting:
-            bins.append([index])
-            touched.append(turn)
-            continue
-        number = min(fitting, key=lambda number: (rooms[number], -touched[number]))
-        bins[number].append(index)
-        touched[number] = turn
-    return [sorted(rows) for rows in bins]
-
-
 @given(lengths=st.lists(st.integers(1, 100), max_size=60), spare=st.integers(0, 60))
-def test_bins_are_those_of_looking_at_every_bin(lengths: list[int], spare: int) -> None:
-    capacity = max(lengths, default=1) + spare
+def test_bins_are_as_full_as_when_every_bin_is_looked_at_for_every_item(lengths: list[int], spare: int) -> None:
+    capacity, rooms = max(lengths, default=1) + spare, list[int]()
+    for length in sorted(lengths, reverse=True):
+        best = min((room for room in rooms if room >= length), default=capacity)
+        if best in rooms:
+            rooms.remove(best)
+        rooms.append(best - length)
     bins = best_fit_decreasing(lengths, capacity)
-    assert bins == best_fit_by_hand(lengths, capacity)
     assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
-    assert max(totals(lengths, bins), default=0) <= capacity
+    assert sorted(totals(lengths, bins)) == sorted(capacity - room for room in rooms)
 
 
 def test_ties_follow_the_order_that_is_given() -> None:

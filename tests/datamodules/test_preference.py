@@ -1,7 +1,7 @@
 """Preference data: where the prompt ends, what is cut, what is dropped. Covers unpaired.py too."""
 
 import logging
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -13,7 +13,8 @@ from rlhfkit.data.formats import UnpairedExample
 from rlhfkit.data.loaders.steps import ExampleTable
 from rlhfkit.datamodules import PreferenceDataModule, UnpairedPreferenceDataModule
 
-Write = Callable[..., str]
+from .opened import Write, opened
+
 ROWS = [{"prompt": f"{i}+1=", "chosen": "x" * (i % 4) + str(i + 1), "rejected": "y" * (i % 3 + 1)} for i in range(11)]
 
 
@@ -28,10 +29,7 @@ def assistant(content: str) -> dict[str, str]:
 TURNS = [user("1"), assistant("o"), user("2")]
 
 
-def module(data: Any, **options: Any) -> PreferenceDataModule:
-    made = PreferenceDataModule(data, **({"tokenizer": tiny_tokenizer()} | options))
-    made.setup("fit")
-    return made
+module = partial(opened, PreferenceDataModule)
 
 
 def shown(answer: TokenExample) -> str:
@@ -137,10 +135,8 @@ def test_mistakes_are_named() -> None:
 LABELLED = [{"prompt": f"{i}+{i}=", "completion": f"x{2 * i}", "label": i % 3 == 0} for i in range(6)]
 
 
-def opened(data: Any, **arguments: Any) -> ExampleTable[UnpairedExample]:
-    made = UnpairedPreferenceDataModule(data, tokenizer=tiny_tokenizer(), **{"max_length": 32} | arguments)
-    made.setup()
-    return made.examples
+def labelled(data: Any, **arguments: Any) -> ExampleTable[UnpairedExample]:
+    return opened(UnpairedPreferenceDataModule, data, **{"max_length": 32} | arguments).examples
 
 
 def texts(examples: ExampleTable[UnpairedExample]) -> list[tuple[str, bool]]:
@@ -151,22 +147,22 @@ def texts(examples: ExampleTable[UnpairedExample]) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize("words", [("yes", "no"), ("desirable", "undesirable"), ("Chosen", "Rejected"), (1.0, 0.0)])
 def test_labels_may_be_numbers_and_words(write_rows: Write, words: tuple[Any, Any]) -> None:
     rows = [row | {"label": words[0] if row["label"] else words[1]} for row in LABELLED]
-    assert opened(write_rows(rows)).values["desirable"] == [row["label"] for row in LABELLED]
+    assert labelled(write_rows(rows)).values["desirable"] == [row["label"] for row in LABELLED]
 
 
 @pytest.mark.parametrize("value", ["maybe", 0.7, 2, -1])
 def test_a_label_that_is_neither_is_refused(value: Any) -> None:
     row = {"prompt": "a", "completion": "b"}
     with pytest.raises(ValueError, match=r"column 'label' of .*row 0, must hold a boolean"):
-        opened([row | {"label": value}])
+        labelled([row | {"label": value}])
     with pytest.raises(ValueError, match="SFTDataModule, which reads such columns"):
-        opened([row])
+        labelled([row])
 
 
 def test_labels_stay_with_their_answers_when_rows_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     rows = [row | {"prompt": "long" * 20} if i in (0, 4) else row for i, row in enumerate(LABELLED)]
     with caplog.at_level(logging.INFO):
-        examples = opened(rows, overlong="drop")
+        examples = labelled(rows, overlong="drop")
     assert texts(examples) == [(f"{i}+{i}=|x{2 * i}$", i == 3) for i in (1, 2, 3, 5)]
     assert "2 of 6 rows were dropped" in caplog.text
     assert "1 desirable answers of 4" in caplog.text
@@ -174,7 +170,7 @@ def test_labels_stay_with_their_answers_when_rows_are_left_out(caplog: pytest.Lo
 
 def test_a_pair_becomes_two_rows() -> None:
     rows = [{"prompt": f"{i}?", "chosen": "good", "rejected": "bad" if i else "bad" * 20} for i in range(3)]
-    examples = opened(rows, overlong="drop")
+    examples = labelled(rows, overlong="drop")
     expected = [("0?|good$", True)]
     expected += [(f"{i}?|{word}$", word == "good") for i in (1, 2) for word in ("good", "bad")]
     assert texts(examples) == expected

@@ -3,7 +3,7 @@
 Covers tokenization/examples.py and tokenization/token_examples.py too.
 """
 
-from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,24 +16,20 @@ from rlhfkit.data.batch import TokenExample
 from rlhfkit.datamodules import SFTDataModule
 from rlhfkit.mesh import Mesh
 
-Write = Callable[..., str]
+from .opened import Write, opened
+
 ROWS = [{"prompt": f"{i}+1=", "completion": "x" * (i % 4) + str(i + 1)} for i in range(11)]
 MARKED = (
     "{% for m in messages %}<{{ m.role[0] }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }};"
     "{% endgeneration %}{% else %}{{ m.content }};{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
+module = partial(opened, SFTDataModule)
 CHAT = [
     {"role": "user", "content": "1"},
     {"role": "assistant", "content": "ab"},
     {"role": "user", "content": "2"},
     {"role": "assistant", "content": "c"},
 ]
-
-
-def module(data: Any, **options: Any) -> SFTDataModule:
-    made = SFTDataModule(data, **({"tokenizer": tiny_tokenizer()} | options))
-    made.setup("fit")
-    return made
 
 
 def read(example: TokenExample) -> tuple[str, str]:

@@ -4,7 +4,7 @@ Covers data/formats.py too.
 """
 
 import logging
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -17,17 +17,15 @@ from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats import StepwiseExample
 from rlhfkit.datamodules import StepwiseDataModule
 
-Write = Callable[..., str]
+from .opened import Write, opened
+
 ROWS = [
     {"prompt": "1+1=", "completions": ["a", "bc", "2"], "labels": [True, False, True]},
     {"prompt": "2?", "completions": ["", "dd"], "labels": [False, True]},
 ]
 
 
-def module(data: Any, **options: Any) -> StepwiseDataModule:
-    made = StepwiseDataModule(data, **({"tokenizer": tiny_tokenizer()} | options))
-    made.setup("fit")
-    return made
+module = partial(opened, StepwiseDataModule)
 
 
 def read(data: StepwiseDataModule) -> list[tuple[str, str, list[float]]]:

@@ -6,7 +6,7 @@ Covers streaming.py.
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,15 @@ from rlhfkit.datamodules import (
     UnpairedPreferenceDataModule,
 )
 from rlhfkit.datamodules.streaming import MixedStream, RowReader, SourceStream
-from rlhfkit.losses import aggregate
+
+from .opened import Write, opened
 
 datasets = LazyModule("datasets")
 
-Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "completion": "x" * (i % 4) + str(i + 1)} for i in range(25)]
 
 
-def module(data: Any, **options: Any) -> SFTDataModule:
-    defaults = {"tokenizer": tiny_tokenizer(), "streaming": True, "steps_per_epoch": 3, "shuffle_buffer_size": 10}
-    made = SFTDataModule(data, **(defaults | options))
-    made.setup("fit")
-    return made
+module = partial(opened, SFTDataModule, streaming=True, steps_per_epoch=3, shuffle_buffer_size=10)
 
 
 def whole(rows: Any, **options: Any) -> list[list[int]]:
@@ -64,16 +60,6 @@ def test_each_pass_has_every_row_once_in_blocks_of_its_own_order(write_rows: Wri
     unshuffled = module(write_rows(ROWS), shuffle=False)
     assert [token_ids for _, token_ids in taken(unshuffled, 25)] == expected
     assert not list(tmp_path.rglob("*.arrow"))  # files are not converted
-
-
-def test_a_stream_of_split_documents_goes_on_within_one(write_rows: Write) -> None:
-    rows = [{"text": "abcdefghij"[: 3 + 2 * i]} for i in range(4)]
-    expected = whole(rows, max_length=4, overlong="split")
-    data = module(write_rows(rows), max_length=4, overlong="split", shuffle=False)
-    found = taken(data, 2 * len(expected))
-    assert [token_ids for _, token_ids in found] == expected * 2
-    for cut in range(1, len(found)):
-        assert taken(data, len(found) - cut, found[cut - 1][0]) == found[cut:]
 
 
 def test_sources_take_turns_by_weight(write_rows: Write) -> None:
@@ -155,6 +141,7 @@ PAIRS = [{"prompt": f"{i}=", "chosen": "x" * (i % 7) + "1", "rejected": "2" * (i
 IMPLICIT = [{"chosen": f"{i}=" + "a" * (i % 4), "rejected": f"{i}=b"} for i in range(20)]
 STEPS = [{"prompt": f"{i}=", "completions": ["a", "b" * (i % 5 + 1)], "labels": [True, bool(i % 2)]} for i in range(20)]
 ANSWERS = [{"prompt": f"{i}=", "completion": "x" * (i % 7) + "1", "label": bool(i % 3)} for i in range(20)]
+DOCUMENTS = [{"text": "abcdefghij"[: i % 11]} for i in range(20)]
 SHEPHERD = [{"input": f"{i}=a!b!", "labels": f"{i}=a+b{'+-'[i % 2]}"} for i in range(20)]
 
 
@@ -166,21 +153,17 @@ SHEPHERD = [{"input": f"{i}=a!b!", "labels": f"{i}=a+b{'+-'[i % 2]}"} for i in r
         (PreferenceDataModule, IMPLICIT, {"max_length": 6}),
         (StepwiseDataModule, STEPS, {"max_length": 7}),
         (StepwiseDataModule, SHEPHERD, {"text": "input", "step_token": "!"}),
+        (SFTDataModule, DOCUMENTS, {"max_length": 4, "overlong": "split"}),
     ],
 )
-def test_pairs_and_steps_are_those_of_a_file_that_was_read_as_a_whole(
+def test_pairs_steps_and_parts_of_documents_are_those_of_a_file_that_was_read_as_a_whole(
     write_rows: Write, kind: Any, rows: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def opened(**more: Any) -> Any:
-        made = kind(write_rows(rows), tokenizer=tiny_tokenizer(), shuffle=False, **options, **more)
-        made.setup("fit")
-        return made
-
-    examples = opened().examples
+    examples = opened(kind, write_rows(rows), shuffle=False, **options).examples
     expected = [examples[index] for index in range(len(examples))]
     said = [record.message for record in caplog.records if "rows" in record.message or "of 20 pairs" in record.message]
     caplog.clear()
-    data = opened(streaming=True, steps_per_epoch=2)
+    data = opened(kind, write_rows(rows), shuffle=False, **options, streaming=True, steps_per_epoch=2)
     found = list(itertools.islice(data.stream.open(), 2 * len(expected)))
     assert [example for _, example in found] == expected * 2
     assert {record.message for record in caplog.records if "of 20" in record.message} == set(said)
@@ -214,8 +197,7 @@ def test_a_step_of_all_labelled_answers_is_that_of_a_file_that_was_read_as_a_who
 def test_a_bad_pair_is_named_when_it_is_read() -> None:
     rows = [*PAIRS[:3], PAIRS[3] | {"rejected": None}]
     options = {"streaming": True, "steps_per_epoch": 1, "shuffle": False}
-    data = PreferenceDataModule(iter([rows, rows]).__next__, tokenizer=tiny_tokenizer(), **options)
-    data.setup("fit")
+    data = opened(PreferenceDataModule, iter([rows, rows]).__next__, **options)
     with pytest.raises(ValueError, match=r"column 'rejected' of the given rows, row 3, has no value"):
         list(itertools.islice(data.stream.open(), 4))
 
@@ -281,18 +263,16 @@ def test_bad_input_names_the_value_and_the_cure(data: Any, options: dict[str, An
 
 
 class Learner(L.LightningModule):
-    """A bigram model; remembers what it was trained on."""
+    """Remembers what it was trained on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = torch.nn.Parameter(torch.zeros(128, 128, dtype=torch.float64))
+        self.weight = torch.nn.Parameter(torch.zeros(()))
         self.seen: list[list[int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.seen += batch.input_ids.tolist()
-        logprobs = self.table[batch.input_ids[:, :-1]].log_softmax(-1)
-        token_loss = -logprobs.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
-        return aggregate(token_loss, batch.loss_mask, "token-mean", batch.token_denominator)
+        return self.weight * 0
 
     def validation_step(self, batch: Any, batch_idx: int) -> None: ...
 
@@ -323,7 +303,6 @@ def test_stopped_and_resumed_run_trains_on_the_same_rows(tmp_path: Path, write_r
     for step in (1, 3, 4, 6, 8):
         resumed = run(resume=tmp_path / "saved" / f"step={step}.ckpt")
         assert resumed.seen == straight.seen[4 * step :]
-        assert torch.equal(resumed.table, straight.table)
 
 
 def test_loaders_that_are_made_anew_in_each_epoch_go_on_in_the_stream(tmp_path: Path) -> None:

@@ -82,15 +82,3 @@ def test_it_resumes_at_any_iteration(
     resumed, resumed_end = play(prompts(seed=1, curriculum=curriculum), middle, iterations[stop:])
     assert resumed == straight[stop:]
     assert resumed_end == end
-
-
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 40))
-def test_drawing_in_rounds_is_drawing_at_once(rounds: list[int], skip: int) -> None:
-    rows = numbered(12, seed=5)
-    cursor = PromptCursor()
-    for _ in range(skip):  # anywhere in the sequence, with rows put off or without
-        _, cursor = rows.take(5, cursor)
-    at_once = IterationQueue(rows, cursor)
-    in_rounds = IterationQueue(rows, cursor)
-    assert [each for count in rounds for each in in_rounds.take(count)] == at_once.take(sum(rounds))
-    assert in_rounds.after == at_once.after

@@ -1,6 +1,6 @@
 """The prompts of reinforcement learning and their cursor."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ from tokenizers.processors import TemplateProcessing
 
 from rlhfkit.datamodules import PromptDataModule
 from rlhfkit.datamodules.prompts.datamodule import final_answer
+from rlhfkit.datamodules.prompts.table import PromptBatches
 
+from ..opened import Write, opened
 from .drawing import advance
 
 datasets = LazyModule("datasets")
 
-Write = Callable[..., str]
 ROWS = [{"question": f"{i}+1=", "answer": f"One more. #### {i + 1}", "level": i % 3} for i in range(10)]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -25,11 +26,7 @@ TEMPLATE = (
 )
 
 
-def module(data: Any, **options: Any) -> PromptDataModule:
-    defaults = {"prompt": "question", "answer": "answer", "rollout_batch_size": 4, "tokenizer": tiny_tokenizer()}
-    made = PromptDataModule(data, **(defaults | options))
-    made.setup("fit")
-    return made
+module = partial(opened, PromptDataModule, prompt="question", answer="answer", rollout_batch_size=4)
 
 
 def taken(data: PromptDataModule, counts: list[int]) -> list[list[int]]:
@@ -120,18 +117,6 @@ def test_passes_are_shuffled_anew_by_seed_and_pass(write_rows: Write) -> None:
     assert taken(module(path, shuffle=False), [4, 4, 4]) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
 
 
-def test_next_prompts_peeks(write_rows: Write) -> None:
-    data = module(write_rows(ROWS))
-    once = [prompt.index for prompt in data.prompt_queue().take(4)]
-    assert once == [prompt.index for prompt in data.prompt_queue().take(4)]
-    drawn, after = [], None
-    for _ in range(5):  # ahead of the cursor, as rollouts do that are sampled ahead
-        queue = data.prompt_queue(after)
-        drawn.append([prompt.index for prompt in queue.take(4)])
-        after = queue.after
-    assert drawn == taken(data, [4] * 5)
-
-
 def test_resumed_run_gets_the_prompts_of_the_straight_run(write_rows: Write, tmp_path: Path) -> None:
     path, stopped = write_rows(ROWS), module(write_rows(ROWS))
     taken(stopped, [3, 10, 4])
@@ -195,8 +180,6 @@ def test_using_it_too_early_says_what_to_do(write_rows: Write) -> None:
 
 
 def test_validation_batches_are_dealt_to_ranks_and_all_ranks_have_equally_many(write_rows: Write) -> None:
-    from rlhfkit.datamodules.prompts.table import PromptBatches
-
     data = module(write_rows(ROWS), validation_data=write_rows(ROWS[:7], "held_out.jsonl"))
     shares = [PromptBatches(data._validation, 3, rank, 2) for rank in range(2)]
     assert [len(share) for share in shares] == [3, 3]

@@ -1,20 +1,21 @@
-"""Prompts of several sources: shares, equal use, names, and metrics per source."""
+"""Prompts of several sources: shares, equal use and names."""
 
+import itertools
 import json
 from collections import Counter
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl_runs import digits, setup_run
-from tiny_models import tiny_tokenizer
 
-from rlhfkit import Mixture, PromptDataModule, RolloutCallback, SamplingSpec, Validation
+from rlhfkit import Mixture, PromptDataModule
 from rlhfkit.datamodules.prompts.rows import source_names
+from rlhfkit.datamodules.prompts.table import PromptBatches
 
+from ..opened import opened
 from .drawing import advance
 
 
@@ -22,12 +23,7 @@ def rows(count: int, digit: int) -> list[dict[str, str]]:
     return [{"prompt": f"{digit}{index}=", "answer": str(index)} for index in range(count)]
 
 
-def opened(weights: Any, **options: Any) -> PromptDataModule:
-    data = PromptDataModule(
-        weights, **({"answer": "answer", "rollout_batch_size": 6, "tokenizer": tiny_tokenizer()} | options)
-    )
-    data.setup()
-    return data
+module = partial(opened, PromptDataModule, answer="answer", rollout_batch_size=6)
 
 
 def write(path: Path, count: int, digit: int) -> str:
@@ -45,7 +41,7 @@ def test_iterations_have_the_shares_and_a_source_uses_its_prompts_equally(
     sizes: tuple[int, ...], weights: tuple[float, ...], until: Any
 ) -> None:
     pairs = [(rows(size, digit), weight) for digit, (size, weight) in enumerate(zip(sizes, weights, strict=True))]
-    data = opened(Mixture(pairs, until=until))
+    data = module(Mixture(pairs, until=until))
     counts = data._prompts.counts  # type: ignore[union-attr]
     uses: Counter[int] = Counter()
     per_source = [0, 0, 0]
@@ -61,7 +57,7 @@ def test_iterations_have_the_shares_and_a_source_uses_its_prompts_equally(
             assert abs(taken - 6 * iteration * count / sum(counts)) < 3
     each = iter(uses[index] for index in range(sum(sizes)))
     for size in sizes:
-        of_source = [*islice(each, size)]
+        of_source = [*itertools.islice(each, size)]
         assert max(of_source) - min(of_source) <= 2  # one for passes over it, one for a row put off
 
 
@@ -69,7 +65,7 @@ def test_shares_are_of_the_prompts_that_are_left() -> None:
     """The engine's limit is known after the data was opened, and may drop prompts."""
     long = [{"prompt": "long" * 9, "answer": "1"}] * 6
     sources = [(rows(4, 1) + long, 1.0), (rows(4, 2), 1.0)]
-    data = opened(Mixture(sources), rollout_batch_size=8, overlong_prompts="drop")
+    data = module(Mixture(sources), rollout_batch_size=8, overlong_prompts="drop")
     data.prompt_queue().take(8)
     data.check_prompts(longest=9, reason="the engine's limit")
     for _ in range(3):  # each pass has every prompt once
@@ -79,8 +75,10 @@ def test_shares_are_of_the_prompts_that_are_left() -> None:
 
 
 def test_a_prompt_knows_its_source_and_its_index_is_its_own(tmp_path: Path) -> None:
-    easy, hard = write(tmp_path / "easy.jsonl", 4, 1), write(tmp_path / "hard.jsonl", 5, 2)
-    data = opened({easy: 1.0, hard: 1.0}, rollout_batch_size=4)
+    sources = {write(tmp_path / "easy.jsonl", 4, 1): 1.0, write(tmp_path / "hard.jsonl", 5, 2): 1.0}
+    data = module(sources, rollout_batch_size=4, validation_data=sources, validation_split="train")
+    held = itertools.chain.from_iterable(PromptBatches(data._validation, 4, 0, 1))
+    assert [prompt.metadata["source"] for prompt in held] == ["easy"] * 4 + ["hard"] * 5  # each once
     prompts = {prompt.index: prompt for _ in range(5) for prompt in (data.prompt_queue().take(4), advance(data, 4))[0]}
     assert sorted(prompts) == list(range(9))
     assert [prompts[index].text for index in (0, 3, 4, 8)] == ["10=", "13=", "20=", "24="]
@@ -89,7 +87,7 @@ def test_a_prompt_knows_its_source_and_its_index_is_its_own(tmp_path: Path) -> N
 
 def test_a_resumed_mixture_goes_on_and_other_weights_begin_a_new_pass(caplog: pytest.LogCaptureFixture) -> None:
     def source(weight: float) -> PromptDataModule:
-        return opened(Mixture([(rows(9, 1), weight), (rows(7, 2), 1.0)]))
+        return module(Mixture([(rows(9, 1), weight), (rows(7, 2), 1.0)]))
 
     straight, resumed = source(2.0), source(2.0)
     advance(straight, 6)
@@ -102,28 +100,9 @@ def test_a_resumed_mixture_goes_on_and_other_weights_begin_a_new_pass(caplog: py
 
 def test_a_share_that_a_source_cannot_give_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rows1 has 2 prompts, and its weight asks for 3\.0 of the 6 of an iteration"):
-        opened(Mixture([(rows(9, 1), 1.0), (rows(2, 2), 1.0)]))
+        module(Mixture([(rows(9, 1), 1.0), (rows(2, 2), 1.0)]))
 
 
 def test_names_are_short_where_they_differ() -> None:
     assert source_names(["data/gsm8k.jsonl", "openai/math", [{}]]) == ["gsm8k", "math", "rows2"]
     assert source_names(["a/train.jsonl", "b/train.jsonl"]) == ["a/train.jsonl", "b/train.jsonl"]
-
-
-def test_validation_is_told_apart_by_source(tmp_path: Path) -> None:
-    sources = {write(tmp_path / f"{name}.jsonl", 3 + digit, digit): 1.0 for digit, name in enumerate(("easy", "hard"))}
-    rollouts = RolloutCallback(
-        digits,
-        sampling=SamplingSpec(group_size=4, max_new_tokens=6),
-        parts=[Validation(SamplingSpec(group_size=2, max_new_tokens=6), success_threshold=0.2)],
-    )
-    held = {"validation_data": sources, "validation_split": "train", "validation_batch_size": 2}
-    trainer, module, data, _ = setup_run(tmp_path / "run", rollouts=rollouts, data_arguments=held)
-    metrics = trainer.validate(module, data, verbose=False)[0]
-    for name, count in (("easy", 3), ("hard", 4)):  # a batch has prompts of one source or of both
-        samples = [each for each in rollouts.validation_samples if each.prompt.metadata["source"] == name]
-        assert len(samples) == 2 * count
-        assert metrics[f"val/reward/{name}"] == pytest.approx(sum(digits(samples)) / len(samples))
-        right = [reward >= 0.2 for reward in digits(samples)]
-        assert metrics[f"val/pass@1/{name}"] == pytest.approx(sum(right) / len(right))
-        assert metrics[f"val/pass@2/{name}"] >= metrics[f"val/pass@1/{name}"]

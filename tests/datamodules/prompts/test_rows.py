@@ -4,58 +4,49 @@ Covers columns.py.
 """
 
 import logging
-from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_runs import setup_run
+from rl_runs import digits, setup_run
 from tiny_models import chat_tokenizer, tiny_tokenizer
 
 from rlhfkit import PreferenceDataModule, PromptDataModule, RolloutCallback, SamplingSpec, SFTDataModule, Validation
 
-Write = Callable[..., str]
+from ..opened import Write, opened
+
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% else %}!{% endif %}{% endfor %}"
 
 
-def opened(data: Any, **options: Any) -> PromptDataModule:
-    made = PromptDataModule(data, **({"rollout_batch_size": 2, "tokenizer": tiny_tokenizer()} | options))
-    made.setup("fit")
-    return made
+module = partial(opened, PromptDataModule, rollout_batch_size=2)
 
 
 def test_an_empty_prompt_is_found_at_the_start_with_row_and_file(write_rows: Write) -> None:
     rows = [{"prompt": f"{i}+1="} for i in range(30)]
     rows[23]["prompt"] = ""
     with pytest.raises(ValueError, match=r"column 'prompt' of .*data\.jsonl, row 23, is a prompt without a token"):
-        opened(write_rows(rows))
+        module(write_rows(rows))
     with pytest.raises(ValueError, match=r"column 'prompt' of .*data\.jsonl, row 23"):
-        opened(write_rows([{"prompt": "1+1="}] * 4), validation_data=write_rows(rows))
+        module(write_rows([{"prompt": "1+1="}] * 4), validation_data=write_rows(rows))
 
 
 def test_a_prompt_without_room_stops_the_run_before_it_begins(tmp_path: Path) -> None:
-    prompts = [f"{i}+1=" for i in range(8)]
-    prompts[5] = "1+" * 254 + "1="
-    called = []
-
-    def reward(samples: Any) -> list[float]:
-        called.append(len(samples))
-        return [0.0] * len(samples)
-
-    def run(**options: Any) -> None:
-        rollouts = RolloutCallback(reward, sampling=SamplingSpec(group_size=2, max_new_tokens=4))
-        arguments = {"rollout_batch_size": 4, "micro_batch_size": 4, **options}
-        trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1, data_arguments=arguments)
-        data.data = [{"prompt": text, "answer": ""} for text in prompts]
-        trainer.fit(module, data)
-
+    rows = [{"prompt": f"{i}+1=", "answer": ""} for i in range(8)]
+    rows[5]["prompt"] = "1+" * 254 + "1="
     message = r"1 of 8 prompts .* more than 508 tokens \(the model's context of 512 less .*, the longest 510 \(row 5\)"
-    with pytest.raises(ValueError, match=message):
-        run()
-    assert not called
-    run(overlong_prompts="drop")
-    assert called
+    for overlong, error in (("error", pytest.raises(ValueError, match=message)), ("drop", nullcontext())):
+        trainer, module, data, rollouts = setup_run(
+            tmp_path,
+            rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=2, max_new_tokens=4)),
+            data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4, "overlong_prompts": overlong},
+            max_epochs=1,
+        )
+        data.data = rows
+        with error:
+            trainer.fit(module, data)
+        assert bool(rollouts.samples) == (overlong == "drop")
 
 
 def test_validation_needs_room_for_its_own_answers_only(tmp_path: Path) -> None:
@@ -64,7 +55,7 @@ def test_validation_needs_room_for_its_own_answers_only(tmp_path: Path) -> None:
         trainer, module, data, _ = setup_run(
             tmp_path / f"{training}",
             rollouts=RolloutCallback(
-                reward=lambda samples: [0.0] * len(samples),
+                digits,
                 sampling=SamplingSpec(group_size=2, max_new_tokens=training),
                 parts=[Validation(SamplingSpec(group_size=1, max_new_tokens=validation))],
             ),
@@ -80,7 +71,7 @@ def test_validation_needs_room_for_its_own_answers_only(tmp_path: Path) -> None:
 def test_a_token_that_the_model_does_not_know_is_named(write_rows: Write) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<tool>"])
-    data = opened(write_rows([{"prompt": "1+1="}, {"prompt": "2<tool>"}]), tokenizer=tokenizer)
+    data = module(write_rows([{"prompt": "1+1="}, {"prompt": "2<tool>"}]), tokenizer=tokenizer)
     data.check_prompts(longest=100, reason="the test", vocabulary=len(tokenizer))
     with pytest.raises(ValueError, match=r"row 1, has the token 99 \('<tool>'\), .* knows the tokens 0 to 98"):
         data.check_prompts(longest=100, reason="the test", vocabulary=99)
@@ -95,7 +86,7 @@ def test_chat_messages_of_prompts_are_escaped_and_the_templates_own_tokens_stay(
     tokenizer = chat_tokenizer(TEMPLATE)
     row = {"prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b<eos>c<e<eos>os>"}]}
     with caplog.at_level(logging.WARNING):
-        prompt = opened(write_rows([row, row]), tokenizer=tokenizer).prompt_queue().take(1)[0]
+        prompt = module(write_rows([row, row]), tokenizer=tokenizer).prompt_queue().take(1)[0]
     assert tokenizer.decode(prompt.token_ids.tolist()) == "a<eos>b< eos>c<e< eos>os>!"
     assert prompt.token_ids.tolist().count(tokenizer.eos_token_id) == 1
     assert "special_tokens_in_text='keep'" in caplog.text
@@ -103,11 +94,11 @@ def test_chat_messages_of_prompts_are_escaped_and_the_templates_own_tokens_stay(
 
 def test_plain_text_of_prompts_keeps_its_tokens_unless_told_otherwise(write_rows: Write) -> None:
     path, tokenizer = write_rows([{"prompt": "a<eos>b"}] * 2), tiny_tokenizer()
-    assert tokenizer.eos_token_id in opened(path).prompt_queue().take(1)[0].token_ids
-    escaped = opened(path, special_tokens_in_text="escape").prompt_queue().take(1)[0]
+    assert tokenizer.eos_token_id in module(path).prompt_queue().take(1)[0].token_ids
+    escaped = module(path, special_tokens_in_text="escape").prompt_queue().take(1)[0]
     assert tokenizer.decode(escaped.token_ids.tolist()) == "a< eos>b"
     with pytest.raises(ValueError, match=r"row 0, has the control token '<eos>' in its text"):
-        opened(path, special_tokens_in_text="refuse")
+        module(path, special_tokens_in_text="refuse")
 
 
 @pytest.mark.parametrize(
@@ -123,9 +114,7 @@ def test_special_tokens_of_supervised_texts_are_escaped(write_rows: Write, kind:
     path = write_rows([row] * 2)
 
     def read(**options: Any) -> Any:
-        data = kind(path, tokenizer=tokenizer, max_length=64, **options)
-        data.setup("fit")
-        one = data.examples[0]
+        one = opened(kind, path, tokenizer=tokenizer, max_length=64, **options).examples[0]
         return tokenizer.decode(getattr(one, "chosen", one).input_ids)
 
     assert read() == "b< eos>!c<eos>"

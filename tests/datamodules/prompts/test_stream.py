@@ -6,29 +6,26 @@ Covers stream.py.
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from tiny_models import tiny_tokenizer
 
 from rlhfkit import DynamicSampling, PromptDataModule
 from rlhfkit.datamodules import Mixture, PreferenceDataModule, SFTDataModule
 
+from ..opened import Write, opened
 from .drawing import Watch, advance, watched
 
-Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "answer": f"#### {i + 1}", "level": i % 3} for i in range(25)]
 
 
-def module(data: Any, **options: Any) -> PromptDataModule:
-    defaults = {"tokenizer": tiny_tokenizer(), "answer": "answer", "streaming": True, "rollout_batch_size": 4}
-    made = PromptDataModule(data, **(defaults | {"shuffle_buffer_size": 10} | options))
-    made.setup("fit")
-    return made
+sizes = {"rollout_batch_size": 4, "shuffle_buffer_size": 10}
+module = partial(opened, PromptDataModule, answer="answer", streaming=True, **sizes)
 
 
 def test_prompts_are_those_of_a_file_that_was_read_as_a_whole(write_rows: Write) -> None:

@@ -1,7 +1,6 @@
 """Rows are tokenised once, by any number of processes, and the cache is never stale."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from rlhfkit.datamodules.tokenization.cache import fingerprint
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
 from rlhfkit.datamodules.tokenization.sources import read_rows
 
+from ..opened import Write
+
 datasets = LazyModule("datasets")
 
-Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "completion": "x" * (i % 5) + str(i + 1)} for i in range(40)]
 
 

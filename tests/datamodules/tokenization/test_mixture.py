@@ -1,7 +1,7 @@
 """Several sources by weight: shares are those asked for, no example is repeated before all were used once."""
 
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,15 +12,13 @@ from tiny_models import chat_tokenizer, tiny_tokenizer
 import rlhfkit
 from rlhfkit.datamodules import Mixture, SFTDataModule
 
-Write = Callable[..., str]
+from ..opened import Write, opened
+
 CHAT = [{"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "y"}]} for i in range(6)]
 TEXT = [{"text": f"text {i}"} for i in range(9)]
 
 
-def module(data: Any, **options: Any) -> SFTDataModule:
-    made = SFTDataModule(data, tokenizer=chat_tokenizer(), **options)
-    made.setup("fit")
-    return made
+module = partial(opened, SFTDataModule, tokenizer=chat_tokenizer())
 
 
 def texts(data: SFTDataModule) -> list[str]:

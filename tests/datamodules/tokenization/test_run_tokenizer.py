@@ -177,10 +177,6 @@ def test_engines_stop_where_the_tokenizer_of_the_run_says(model: str) -> None:
 
 def test_episodes_take_the_template_arguments_of_the_data(model: str) -> None:
     arguments = {"mark": "#", "tools": [{"name": "search"}]}
-    group = Episodes(Game)
-    group.configure_tokenizer(chat_tokenizer(TEMPLATE), arguments)
-    assert group.observations is not None
-    assert group.observations.formatter.arguments == arguments
     with pytest.raises(ValueError, match=r"other chat_template_kwargs \(mark\).*give them to the DataModule alone"):
         Episodes(Game, chat_template_kwargs={}).configure_tokenizer(chat_tokenizer(TEMPLATE), arguments)
     Episodes(Game, chat_template_kwargs={"mark": "#"}).configure_tokenizer(chat_tokenizer(TEMPLATE), arguments)

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from lazy_module import LazyModule
 from rlhfkit.datamodules.streaming import RowReader
 from rlhfkit.datamodules.tokenization.sources import check_columns, read_rows
 
+from ..opened import Write
+
 datasets = LazyModule("datasets")
 
 ROWS = [{"prompt": "1+1=", "answer": "two"}, {"prompt": "2+2=", "answer": "four"}]
-
-Write = Callable[..., str]
 
 
 def test_rows_that_were_filtered_out_of_a_dataset_count_no_more() -> None:
