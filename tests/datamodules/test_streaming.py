@@ -237,10 +237,7 @@ def test_a_checkpoint_of_other_data_seed_or_blocks_begins_anew(caplog: pytest.Lo
         assert torch.equal(batch.input_ids, first.input_ids) == (options in changes)
 
 
-def test_what_is_cut_or_left_out_is_counted(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
-    data = module(write_rows(ROWS), max_length=6, shuffle_buffer_size=25)
-    taken(data, 26)
-    assert "of 25 rows were truncated at max_length 6" in caplog.text
+def test_what_is_too_long_or_teaches_nothing_is_refused_where_it_is_read(write_rows: Write) -> None:
     with pytest.raises(ValueError, match="row 12, has 11 tokens, more than max_length 6"):
         taken(module(write_rows(ROWS[:1] * 12 + [ROWS[11]]), max_length=6, overlong="error", shuffle=False), 26)
     with pytest.raises(ValueError, match="no row of the whole data has a token to learn"):
