@@ -1,4 +1,4 @@
-"""OnPolicyDistillationModule against loops written by hand in float64, and learning a known teacher.
+"""OnPolicyDistillationModule against loops written by hand in float64; on ranks: ``test_ppo_runs.py``.
 
 Covers distillation.py and teachers.py.
 """
@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from lazy_module import LazyModule
-from lightning.pytorch.callbacks import LambdaCallback
 from plain_sgd import PlainSGD, sgd_by_hand
-from rl_runs import additions, digits, fit_run, samples_of_all_ranks, setup_run
-from strategies import ranks
-from tiny_models import completion_logprobs, tiny_model
+from rl_runs import additions, digits, fit_run, setup_run
+from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -28,7 +26,7 @@ from rlhfkit import (
 from rlhfkit.losses import group_advantages
 from rlhfkit.modules.parts.teacher import DivergenceLoss, Teacher, TeacherAdvantages
 
-from .ppo_cases import check_moved_alike, weight_sum
+from .ppo_cases import check_moved_alike
 
 datasets = LazyModule("datasets")
 
@@ -55,34 +53,49 @@ def sampled(logprobs: tuple[Tensor, Tensor]) -> Tensor:
     return logprobs[0].gather(-1, logprobs[1][:, None])[:, 0]
 
 
-@pytest.mark.parametrize("case", ["sampled token", "sampled token and reward", "whole distribution", "and reward"])
+def of_two_kinds(file: str, **arguments: Any) -> PromptDataModule:
+    """Prompts for two teachers."""
+    rows = [row | {"kind": ("even", "odd")[index % 2]} for index, row in enumerate(additions(40))]
+    return PromptDataModule(datasets.Dataset.from_list(rows), **arguments)
+
+
+CASES = ["sampled token", "sampled token, two teachers", "sampled token and reward", "whole distribution", "and reward"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, case: str) -> None:
-    """SGD, one sequence at a time."""
-    tiny_model(tmp_path / "teacher", seed=1)
-    compared, rewarded = not case.startswith("sampled"), case.endswith("reward")
+    """SGD, one sequence at a time; with two teachers each prompt has that of its domain."""
+    compared, rewarded, several = not case.startswith("sampled"), case.endswith("reward"), "two" in case
+    teachers = {kind: str(tmp_path / kind) for kind in ("even", "odd")}
+    for seed, folder in enumerate(teachers.values(), 1):
+        tiny_model(folder, seed=seed if several else 1)
+    teacher = Teacher(teachers, column="kind") if several else Teacher(teachers["even"])
     how = DivergenceLoss("reverse_kl", 0.7, chunk_size=7) if compared else TeacherAdvantages(0.7, gamma=0.5)
-    knobs = {"teacher": str(tmp_path / "teacher"), "lr": LR, "parts": [how], "reward_coef": 0.3 * rewarded}
+    knobs = {"lr": LR, "parts": [teacher, how], "reward_coef": 0.3 * rewarded}
     trainer, module, rollouts = fit_run(
         tmp_path,
         module=PlainDistillation,
         module_arguments=knobs | ({"clip_high": CLIP} if rewarded or not compared else {}),
         data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4},
-        rollouts=RolloutCallback(digits, sampling=sampling()),
+        datamodule=of_two_kinds,
+        rollouts=RolloutCallback(digits if rewarded else None, sampling=sampling()),
         max_epochs=1,
     )
     assert trainer.global_step == 2
+    assert ("rollout/reward" in trainer.callback_metrics) == rewarded
     samples = rollouts.samples
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    rewards = torch.tensor([sample.reward or 0.0 for sample in samples], dtype=torch.float64)
     standard = group_advantages(rewards, torch.tensor([sample.prompt.index for sample in samples]))
-    student, teacher = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64) for name in ("model", "teacher")
+    student, *tellers = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64) for name in ("model", *teachers)
     )
     start = copy.deepcopy(student)
     for number in (0, 1):
         rows = (rollouts.experience.update == number).nonzero()[:, 0].tolist()
         total = torch.zeros((), dtype=torch.float64)
         for row in rows:
-            mine, old, told = (distributions(model, samples[row]) for model in (student, start, teacher))
+            teller = tellers[samples[row].prompt.metadata["kind"] == "odd"]
+            mine, old, told = (distributions(model, samples[row]) for model in (student, start, teller))
             advantage = 0.3 * rewarded * standard[row] * torch.ones_like(sampled(old))
             if compared:
                 total = total + 0.7 * (mine[0].exp() * (mine[0] - told[0].detach())).sum()
@@ -98,60 +111,6 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, case: str) -> None:
     check_moved_alike(module.policy, student, start)
 
 
-def of_two_kinds(file: str, **arguments: Any) -> PromptDataModule:
-    """Prompts for two teachers."""
-    rows = [row | {"kind": ("even", "odd")[index % 2]} for index, row in enumerate(additions(40))]
-    return PromptDataModule(datasets.Dataset.from_list(rows), **arguments)
-
-
-def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
-    """Entry point of a rank: train in all ways with teachers as inference engines of ZeRO 3."""
-    results: list[Any] = []
-    teachers = Teacher({"even": f"{data}/teacher", "odd": f"{data}/model"}, column="kind")
-    several = {"teacher": None, "parts": [teachers.plain()]}
-    for knobs in ({}, {"divergence": "jsd"}, several):
-        summed = LambdaCallback(on_train_end=lambda _, module: results.append(weight_sum(module.policy)))
-        _, _, rollouts = fit_run(
-            Path(data),
-            module=PlainDistillation,
-            module_arguments={"teacher": f"{data}/teacher", "lr": LR} | knobs,
-            data_arguments={"micro_batch_size": 8 // world},
-            datamodule=of_two_kinds,
-            rollouts=RolloutCallback(sampling=sampling()),
-            callbacks=[summed],
-            max_epochs=1 if knobs else 2,  # the first teacher also follows the student's second samples
-            strategy="rlhf_zero3" if world > 1 else "auto",
-            devices=world,
-            use_distributed_sampler=False,
-        )
-        results.append([sample.token_ids.tolist() for sample in samples_of_all_ranks(rollouts)])
-    return results
-
-
-@pytest.mark.distributed
-def test_two_ranks_with_sharded_teachers_train_as_one_rank(tmp_path: Path) -> None:
-    for name, seed in (("model", 0), ("teacher", 1)):
-        tiny_model(tmp_path / name, seed=seed)
-    alone = train_on_ranks(tmp_path, str(tmp_path), 1)
-    both = ranks.run("modules.on_policy.test_distillation:train_on_ranks", 2, tmp_path, data=str(tmp_path), world=2)
-    assert both[0] == both[1]
-    for mine, theirs in zip(both[0], alone, strict=True):
-        assert mine == (theirs if isinstance(theirs, list) else pytest.approx(theirs, rel=1e-6))
-
-
-def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
-    from tiny_models import tiny_tokenizer
-
-    tiny_model(tmp_path / "model")
-    tiny_model(tmp_path / "teacher")
-    other = tiny_tokenizer()
-    other.add_tokens(["<think>"])
-    other.save_pretrained(tmp_path / "teacher")
-    module = OnPolicyDistillationModule(str(tmp_path / "model"), str(tmp_path / "teacher"))
-    with pytest.raises(ValueError, match=r"has other tokens than the student .* 1 differ, e\.g\. \['<think>'\]"):
-        module.configure_model()
-
-
 def test_rewards_that_matter_are_asked_for(tmp_path: Path) -> None:
     trainer, module, data, _ = setup_run(
         tmp_path,
@@ -165,34 +124,16 @@ def test_rewards_that_matter_are_asked_for(tmp_path: Path) -> None:
         module.check_group_size(1)
 
 
-def test_each_prompt_has_the_teacher_of_its_domain(tmp_path: Path) -> None:
-    names = {"even": tmp_path / "even", "odd": tmp_path / "odd"}
-    for seed, name in enumerate(names.values(), 1):
-        tiny_model(name, seed=seed)
-
-    def run(**column: str) -> RolloutCallback:
-        teachers = {domain: str(name) for domain, name in names.items()}
-        trainer, _, rollouts = fit_run(
-            tmp_path,
-            module=PlainDistillation,
-            module_arguments={"parts": [Teacher(teachers, **column)]} if column else {"teacher": teachers},
-            data_arguments={"micro_batch_size": 4},
-            datamodule=of_two_kinds,
-            rollouts=RolloutCallback(sampling=sampling(1, 6)),
-            max_epochs=1,
-        )
-        assert "rollout/reward" not in trainer.callback_metrics
-        return rollouts
-
-    rollouts = run(column="kind")
-    samples, experience = rollouts.samples, rollouts.experience
-    assert {sample.prompt.metadata["kind"] for sample in samples} == set(names)
-    for row, sample in enumerate(samples):
-        model = AutoModelForCausalLM.from_pretrained(names[sample.prompt.metadata["kind"]])
-        found = experience.columns["teacher_logprobs"][row, experience.action_mask[row]]
-        torch.testing.assert_close(found, completion_logprobs(model, sample, TEMPERATURE), rtol=0, atol=1e-4)
-    with pytest.raises(ValueError, match="source"):
-        run()
-    names.pop("odd")
-    with pytest.raises(ValueError, match="names odd, and there are teachers for even"):
-        run(column="kind")
+@pytest.mark.parametrize(
+    ("column", "message"), [("source", "source"), ("kind", "names odd, and there are teachers for even")]
+)
+def test_prompts_without_a_teacher_are_refused(tmp_path: Path, column: str, message: str) -> None:
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module=OnPolicyDistillationModule,
+        module_arguments={"parts": [Teacher({"even": "elsewhere"}, column=column)]},
+        datamodule=of_two_kinds,
+        rollouts=RolloutCallback(sampling=sampling()),
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, data)

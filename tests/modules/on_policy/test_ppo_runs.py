@@ -1,4 +1,4 @@
-"""PPO with all options: with adapters, with text, and on ranks, whose run is that of one.
+"""PPO with all options: with adapters, with text, and on ranks, whose run is that of one; so is that of distillation.
 
 Covers ppo.py, parts/pretraining_loss.py and datamodules/prompts/pretraining.py.
 """
@@ -19,6 +19,7 @@ from rlhfkit import (
     LoRA,
     LossOutput,
     OnlineDPOModule,
+    OnPolicyDistillationModule,
     Part,
     PPOModule,
     RolloutCallback,
@@ -31,9 +32,11 @@ from rlhfkit.modules.parts import Critic, CriticWarmup, EntropyBonus, RewardMode
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards
+from rlhfkit.modules.parts.teacher import Teacher
 
 from .ppo_cases import weight_sum
 from .preparation.test_rewards import reward_model
+from .test_distillation import of_two_kinds
 
 
 def everything(*others: Part, **critic: Any) -> list[Part]:
@@ -56,11 +59,13 @@ def text(micro_batch_size: int) -> SFTDataModule:
     return SFTDataModule(words, text="text", micro_batch_size=micro_batch_size)
 
 
-def run(folder: Path, parts: list[Part], *, devices: int = 1, **more: Any) -> tuple[L.Trainer, Any, RolloutCallback]:
+def run(
+    folder: Path, *, arguments: dict[str, Any], devices: int = 1, **more: Any
+) -> tuple[L.Trainer, Any, RolloutCallback]:
     """Two iterations of four updates on samples and text."""
     return fit_run(
         folder,
-        module_arguments={"lr": 0.05, "kl_coef": 0.05, "parts": parts} | more.pop("arguments", {}),
+        module_arguments={"lr": 0.05, "kl_coef": 0.05} | arguments,
         data_arguments={"micro_batch_size": 8 // devices, "pretraining_data": text(4 // devices)},
         accumulate_grad_batches=1,
         devices=devices,
@@ -69,8 +74,8 @@ def run(folder: Path, parts: list[Part], *, devices: int = 1, **more: Any) -> tu
 
 
 def test_with_adapters_the_reference_is_the_policy_without_them_and_the_critic_has_its_own(tmp_path: Path) -> None:
-    arguments = {"lora": LoRA(rank=4), "lr": 3e-2}
-    _, module, rollouts = run(tmp_path, everything(), module=PPOModule, arguments=arguments)
+    arguments = {"lora": LoRA(rank=4), "lr": 3e-2, "parts": everything()}
+    _, module, rollouts = run(tmp_path, module=PPOModule, arguments=arguments)
     assert not hasattr(module, "reference")
     assert rollouts.part(Probe).difference <= 1e-5  # the engine samples from the merged policy
     base = load_causal_lm(str(tmp_path / "model"))
@@ -134,18 +139,49 @@ def test_text_is_learned_from_beside_any_loss(tmp_path: Path) -> None:
     torch.testing.assert_close(trainer.callback_metrics["loss"], 0.2 * trainer.callback_metrics["ptx/loss"])
 
 
-class Momentum(PPOModule):
+class Momentum:
     """Smooth in the gradient, unlike Adam, with momentum and weight decay that move weights without a gradient."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self: Any) -> Any:
         groups = [{"lr": self.lr} | group for group in self.parameter_groups()]
         return torch.optim.SGD(groups, momentum=0.9, weight_decay=0.01)
 
 
-CASES: dict[str, tuple[str, Callable[[str], list[Part]]]] = {
-    "critic of its own": ("rlhf_zero3", lambda reward: everything(CriticWarmup(1), RewardModel(reward), lr=0.02)),
-    "shared backbone": ("rlhf_zero2", lambda reward: everything(RewardModel(reward), shared=True)),
+class MomentumPPO(Momentum, PPOModule):
+    """PPO so."""
+
+
+class MomentumDistillation(Momentum, OnPolicyDistillationModule):
+    """On-policy distillation so."""
+
+
+def teachers(folder: str) -> Teacher:
+    return Teacher({"even": f"{folder}/teacher", "odd": f"{folder}/base"}, column="kind")
+
+
+CASES: dict[str, tuple[str, Any, Callable[[str], dict[str, Any]]]] = {
+    "PPO, critic of its own": (
+        "rlhf_zero3",
+        MomentumPPO,
+        lambda folder: {"parts": everything(CriticWarmup(1), RewardModel(f"{folder}/reward"), lr=0.02)},
+    ),
+    "PPO, shared backbone": (
+        "rlhf_zero2",
+        MomentumPPO,
+        lambda folder: {"parts": everything(RewardModel(f"{folder}/reward"), shared=True)},
+    ),
+    "teachers of two domains": (
+        "rlhf_zero3",
+        MomentumDistillation,
+        lambda folder: {"teacher": None, "parts": [teachers(folder), PretrainingLoss(0.2)]},
+    ),
+    "divergence from a teacher": (
+        "rlhf_zero3",
+        MomentumDistillation,
+        lambda folder: {"teacher": f"{folder}/teacher", "divergence": "jsd", "parts": [PretrainingLoss(0.2)]},
+    ),
 }
+"""Strategy of several ranks, in which frozen models are sharded too, and arguments from the folder of models."""
 
 
 class Sums(L.Callback):
@@ -166,12 +202,13 @@ class Sums(L.Callback):
 def train_on_ranks(folder: Path, world: int) -> dict[str, Any]:
     """Entry point of a rank: run each case, with several ranks under its own strategy."""
     results = {}
-    for case, (strategy, parts) in CASES.items():
+    for case, (strategy, module, arguments) in CASES.items():
         sums = Sums()
         trainer, _, rollouts = run(
             folder / case,
-            parts(str(folder / "reward")),
-            module=Momentum,
+            module=module,
+            arguments=arguments(str(folder)),
+            datamodule=of_two_kinds,
             callbacks=[sums],
             devices=world,
             use_distributed_sampler=False,
@@ -188,6 +225,7 @@ def train_on_ranks(folder: Path, world: int) -> dict[str, Any]:
 @pytest.mark.distributed
 def test_two_ranks_and_their_engines_score_decide_and_learn_as_one_rank(tmp_path: Path) -> None:
     reward_model(tmp_path)
+    tiny_model(tmp_path / "teacher", seed=1)
     for case in CASES:
         tiny_model(tmp_path / case / "model")
     alone = train_on_ranks(tmp_path, 1)
@@ -200,11 +238,12 @@ def test_two_ranks_and_their_engines_score_decide_and_learn_as_one_rank(tmp_path
                 assert mine == pytest.approx(one, rel=1e-5), case
             near = {name: pytest.approx(one, rel=1e-3, abs=1e-5) for name, one in expected["metrics"].items()}
             # Rounding may put a token that lies on a clip's edge on its other side: one of about 250 here.
-            near["value/clip_fraction"] = pytest.approx(expected["metrics"]["value/clip_fraction"], abs=0.02)
+            if "value/clip_fraction" in near:
+                near["value/clip_fraction"] = pytest.approx(expected["metrics"]["value/clip_fraction"], abs=0.02)
             assert got["metrics"] == near, case
-            assert got["norms"] == (["policy"] if case == "shared backbone" else ["critic", "policy"])
-    for ran in (*alone.values(), *result.values()):
+            assert got["norms"] == (["critic", "policy"] if "critic" in case else ["policy"])
+    for case, ran in (*alone.items(), *result.items()):
         moved = [one["policy"] != other["policy"] for one, other in pairwise(ran["sums"])]
         assert moved == [not still for still in ran["still"][1:]]  # bitwise: neither momentum nor decay
-        assert len(set(moved)) == 2
+        assert set(moved) == ({True, False} if "PPO" in case else {True})
         assert all(one["critic"] != other["critic"] for one, other in pairwise(ran["sums"]) if "critic" in one)

@@ -1,16 +1,14 @@
-"""Filters, KL options and the approximated proximal policy, against the loss functions called by hand.
+"""Filters of tokens against the loss functions called by hand.
 
 Covers modules/parts/token_filters.py and correction.py.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rl_runs import PlainGRPO, ahead, digits, fit_run
 
-from rlhfkit import GRPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import GRPOModule
 from rlhfkit.losses import (
     importance_weights,
     off_policy_sequence_mask,
@@ -20,7 +18,6 @@ from rlhfkit.losses import (
 )
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.parts import Correction
-from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy, nth_largest_of_all
 
 from .test_functions import prepared
@@ -65,37 +62,3 @@ def test_the_nth_largest_of_all_is_that_of_a_sorted_list(count: int) -> None:
     ]
     assert nth_largest_of_all(values, count) == -torch.inf
     assert nth_largest_of_all(values[:0], 0) == -torch.inf
-
-
-class Proximal(PlainGRPO):
-    """Compares the log-probs that the ratio is to with the line through two policy versions."""
-
-    checked: Any = ()
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        self.passes.statistics = None  # type: ignore[assignment]  # log-linear proximal log-probs need no forward pass
-
-    def loss(self, batch: Any, out: Any) -> Any:
-        if self._trainer is not None and torch.is_grad_enabled():
-            updates, mask = self.trainer.global_step, batch.action_mask
-            begun = updates // 2 * 2  # two updates an iteration
-            old, now, engine = self.old_logprobs(batch, out), out.logprobs.detach(), batch.rollout_logprobs
-            share = torch.ones(()) if updates == begun else (begun - batch.versions) / (updates - batch.versions)
-            expected = (1 - share) * engine + share * now
-            torch.testing.assert_close(old[mask], expected[mask], rtol=0, atol=1e-6)
-            self.checked = {*self.checked, *((updates - begun, begun - one) for one in batch.versions[mask].tolist())}
-        return super().loss(batch, out)
-
-
-def test_log_linear_log_probs_lie_between_engine_and_policy(tmp_path: Path) -> None:
-    """Of samples that were drawn while the policy before them was trained on, after a first iteration of its own."""
-    sampling = SamplingSpec(group_size=4, max_new_tokens=8)
-    _, module, _ = fit_run(
-        tmp_path,
-        module=Proximal,
-        module_arguments={"parts": [LogLinear()], "lr": 0.05},
-        rollouts=RolloutCallback(digits, sampling=sampling, parts=ahead(1)),
-        max_epochs=3,
-    )
-    assert module.checked >= {(0, 0), (1, 0), (0, 2), (1, 2)}  # type: ignore[attr-defined]

@@ -4,10 +4,11 @@ Every part of ``rlhfkit/modules/parts`` has a :class:`Case` here, for which ``te
 formula against an independent computation, equal numbers on one rank and two, a resumed run, and plain values.
 """
 
+import copy
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import lightning as L
 import torch
 from rl_runs import PlainGRPO, digits, setup_run
+from torch import Tensor
 
 import rlhfkit.modules.parts
 from modules.on_policy.ppo_cases import PlainPPO
@@ -131,6 +133,32 @@ def attached(part: Part, **module: Any) -> Any:
     """The part in a module that is not loaded."""
     GRPOModule("no/model", parts=[part], **module)
     return part
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0), *(tensor.detach().flatten() for tensor in tensors)])
+
+
+class Watch(L.Callback):
+    """Before each update and in the end: policy, its moments and the critic; and the samples that the update is for."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, Tensor, Tensor, list[Any]]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        number, inside = divmod(batch_idx, trainer.accumulate_grad_batches)
+        if not inside:
+            rollouts = trainer.callbacks[0]
+            rows = (rollouts.experience.update == number).nonzero()[:, 0].tolist()
+            self.keep(trainer, pl_module, [rollouts.samples[row] for row in rows])
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.keep(trainer, pl_module, [])
+
+    def keep(self, trainer: Any, pl_module: Any, samples: list[Any]) -> None:
+        policy, state = copy.deepcopy(pl_module.policy), trainer.optimizers[0].state
+        moments = flat(state[one]["exp_avg"] for one in pl_module.policy.parameters() if one in state)
+        self.seen.append((policy, moments, flat(pl_module.critic.parameters()), samples))
 
 
 def all_parts() -> dict[str, type[Part]]:

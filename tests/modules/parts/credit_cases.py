@@ -7,13 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from plain_sgd import PlainSGD
 from rl_runs import fit_run
 from tiny_models import tiny_model
-from torch import Tensor
 
 from modules.on_policy.ppo_cases import PlainPPO
 from modules.on_policy.test_base import experience
@@ -35,7 +33,7 @@ from rlhfkit.modules.parts import (
 )
 from rlhfkit.modules.parts.teacher import ScaledAdvantages
 
-from .cases import ENDS, UNSCALED, attached, case
+from .cases import ENDS, UNSCALED, Watch, attached, case, flat
 
 case(partial(AdvantagesBy, "opo_advantages"))("test_base.py")
 case(partial(GroupAdvantages, "none"))("test_base.py")
@@ -69,24 +67,17 @@ def credit_formula(folder: Path) -> None:
 @case(partial(CriticWarmup, 2), kind=PlainPPO)
 def warmup_formula(folder: Path) -> None:
     """The policy is bitwise the same for so many steps, and then not."""
-    before: list[Tensor] = []
-    moments: list[bool] = []
-
-    class Watch(L.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if not batch_idx % trainer.accumulate_grad_batches:
-                moments.append(any(one in trainer.optimizers[0].state for one in pl_module.policy.parameters()))
-                before.append(torch.cat([one.detach().flatten() for one in pl_module.policy.parameters()]))
-
+    watch = Watch()
     fit_run(
         folder,
         module=PPOModule,
         module_arguments={"lr": 0.05, "parts": [CriticWarmup(2)], "optimization": {"weight_decay": 0.1}},
-        callbacks=[Watch()],
+        callbacks=[watch],
     )
-    assert moments == [False, False, False, True]  # of Adam, which has not begun there
-    assert torch.equal(before[0], before[2])
-    assert not torch.equal(before[2], before[3])
+    policies = [flat(policy.parameters()) for policy, _, _, _ in watch.seen[:4]]
+    assert [bool(moments.any()) for _, moments, _, _ in watch.seen[:4]] == [False, False, False, True]
+    assert torch.equal(policies[0], policies[2])
+    assert not torch.equal(policies[2], policies[3])
 
 
 # ---------------------------------------------------------------------- a teacher

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from rl_runs import fit_run
 from tiny_models import completion_logprobs, tiny_mixture
-from torch import Tensor
 
 from modules.on_policy.test_base import experience
 from rlhfkit import GRPOModule, PPOModule
@@ -24,7 +22,7 @@ from rlhfkit.modules.parts import KLInReward, KLPenalty, KLTarget, MovingReferen
 from rlhfkit.modules.parts.old_policy import OldLogprobs
 from rlhfkit.parts import Part, Stage
 
-from .cases import CASES, UNSCALED, attached, case, fit
+from .cases import CASES, UNSCALED, Watch, attached, case, fit, flat
 
 LIMIT = 2e-2
 case(partial(Reference, None), module={"kl_coef": 0.1}, always=True)("test_ppo.py")
@@ -92,53 +90,6 @@ def old_logprobs_formula(folder: Path) -> None:
             assert ("entropy" in rows.columns) == of_all
             if of_all:
                 assert torch.equal(rows.columns["entropy"], expected.entropy)
-    kept_logprobs_formula(folder)
-
-
-def kept_logprobs_formula(folder: Path) -> None:
-    """In the second epoch a micro-batch's old log-probs are those that the policy gave it in the first."""
-    given: list[torch.Tensor] = []
-    taken: list[torch.Tensor] = []
-
-    class Watch(Part):
-        def observe(self, batch: Any, out: Any, old: Any) -> dict[str, Any]:
-            given.append(out.logprobs.detach())
-            taken.append(old)
-            return {}
-
-    fit(folder, CASES["OldLogprobs"], parts=[Watch()])
-    assert len(given) == 16  # two iterations of two epochs of four micro-batches
-    for first in (0, 8):
-        for place in range(first, first + 4):
-            assert torch.equal(taken[place], given[place])
-            assert torch.equal(taken[place + 4], given[place])
-            assert not torch.equal(taken[place + 4], given[place + 4])
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([torch.zeros(0), *(tensor.detach().flatten() for tensor in tensors)])
-
-
-class Watch(L.Callback):
-    """Before each update and in the end: policy, its moments and the critic; and the samples that the update is for."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, Tensor, Tensor, list[Any]]] = []
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        number, inside = divmod(batch_idx, trainer.accumulate_grad_batches)
-        if not inside:
-            rollouts = trainer.callbacks[0]
-            rows = (rollouts.experience.update == number).nonzero()[:, 0].tolist()
-            self.keep(trainer, pl_module, [rollouts.samples[row] for row in rows])
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.keep(trainer, pl_module, [])
-
-    def keep(self, trainer: Any, pl_module: Any, samples: list[Any]) -> None:
-        policy, state = copy.deepcopy(pl_module.policy), trainer.optimizers[0].state
-        moments = flat(state[one]["exp_avg"] for one in pl_module.policy.parameters() if one in state)
-        self.seen.append((policy, moments, flat(pl_module.critic.parameters()), samples))
 
 
 @case(

@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 import math
-import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 from modules.on_policy.preparation.test_rewards import reward_model
 from modules.on_policy.test_base import experience
-from rlhfkit import GRPOModule
+from rlhfkit import GRPOModule, RolloutCallback, SamplingSpec
 from rlhfkit.modules.parts.reward_model import RewardModel
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.parts import Part
@@ -36,6 +36,9 @@ def shaped(part: Part, rewards: list[float] = REWARDS) -> list[float]:
     return found
 
 
+case(NormalizeRewards, module=UNSCALED)("test_ppo.py")
+
+
 @case(partial(StopProperly, 0.25), module=UNSCALED, sampling=ENDS)
 def stop_properly_formula(folder: Path) -> None:
     """In [0, 1] a factor of what is positive, below 0 the reward itself."""
@@ -48,23 +51,6 @@ def stop_properly_formula(folder: Path) -> None:
 def missing_end_formula(folder: Path) -> None:
     """A difference."""
     assert shaped(MissingEndPenalty(0.75))[:5] == [0.25, -2.75, 0.5, 3.0, -0.75]
-
-
-@case(NormalizeRewards, module=UNSCALED)
-def normalize_formula(folder: Path) -> None:
-    """Mean and deviation of all that was seen; what tokens earned is scaled only."""
-    part = NormalizeRewards()
-    seen: list[float] = []
-    for rewards in (REWARDS, [2.0, 2.0, 1.0, 0.0, 0.0, 0.0]):
-        seen += [value for value in rewards if not math.isnan(value)]
-        mean, std = statistics.fmean(seen), statistics.stdev(seen)
-        found = shaped(part, rewards)
-        assert found == pytest.approx([(value - mean) / std for value in rewards], abs=1e-6, nan_ok=True)
-    rows = experience()
-    earned = torch.where(rows.action_mask, 0.5, 0.0)
-    scaled = part.prepare(dataclasses.replace(rows, token_rewards=earned)).token_rewards
-    std = statistics.stdev([*seen, *rows.rewards.tolist()])
-    torch.testing.assert_close(scaled, earned / std)
 
 
 @case(partial(ClipRewards, 0.1), module=UNSCALED)
@@ -102,15 +88,23 @@ def reward_models() -> RewardModel:
 @case(reward_models, "RewardModel", module=UNSCALED, metrics=("rollout/reward_model/one", "rollout/reward_model/two"))
 def reward_model_formula(folder: Path) -> None:
     """The output at the last token of each sample, one sequence at a time, shifted and scaled as the model says."""
-    _, _, rollouts = fit_run(folder, module_arguments={"parts": [reward_models()]}, max_epochs=1)
     plain = AutoModelForSequenceClassification.from_pretrained(reward_folder())
-    scores = []
-    for sample in rollouts.samples:
-        tokens = torch.tensor([[*sample.prompt.token_ids.tolist(), *sample.token_ids.tolist()]])
-        with torch.no_grad():
-            hidden = plain.base_model(tokens).last_hidden_state[0, -1]
-            scores.append((float(plain.score(hidden)) - 0.5) / 2.0)
+
+    def run(part: RewardModel, reward: Any) -> tuple[Any, list[float]]:
+        rollouts = RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+        fit_run(folder, module_arguments={"parts": [part]}, rollouts=rollouts, max_epochs=1)
+        scores = []
+        for sample in rollouts.samples:
+            with torch.no_grad():
+                hidden = plain.base_model(torch.tensor([sample.all_token_ids.tolist()])).last_hidden_state[0, -1]
+                scores.append((float(plain.score(hidden)) - 0.5) / 2.0)
+        return rollouts, scores
+
+    rollouts, scores = run(reward_models(), digits)
     for name in ("one", "two"):
         assert rollouts.experience.reward_parts[f"model/{name}"].tolist() == pytest.approx(scores, abs=1e-5)
     expected = [score + 0.5 * mine for score, mine in zip(digits(rollouts.samples), scores, strict=True)]
     assert rollouts.experience.rewards.tolist() == pytest.approx(expected, abs=1e-5)
+    rollouts, scores = run(RewardModel(reward_folder(), -0.5), None)  # reward enough
+    assert rollouts.experience.rewards.tolist() == pytest.approx([-0.5 * score for score in scores], abs=1e-5)
+    assert rollouts.experience.advantages.abs().sum() > 0

@@ -3,21 +3,18 @@
 Covers ``modules/parts/reward_model.py``.
 """
 
-import statistics
 from pathlib import Path
 
 import pytest
 import torch
-from rl_runs import fit_run
 from tiny_models import tiny_model, tiny_tokenizer
 
-from rlhfkit import GRPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import GRPOModule, ModelPool, OnPolicyDistillationModule
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.models import ModelLoading
 from rlhfkit.models.forward import forward_of, packs_batches
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules.parts import RewardModel
-from rlhfkit.rewards import ModelReward
 
 
 def reward_model(folder: Path) -> str:
@@ -29,21 +26,7 @@ def reward_model(folder: Path) -> str:
     return str(folder / "reward")
 
 
-def test_a_reward_model_with_a_weight_is_reward_enough(tmp_path: Path) -> None:
-    trainer, module, rollouts = fit_run(
-        tmp_path,
-        module_arguments={"parts": [RewardModel(reward_model(tmp_path), -0.5).plain()], "lr": 5e-3},
-        rollouts=RolloutCallback(sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
-        max_epochs=1,
-    )
-    scores = [-0.5 * score for score in ModelReward(str(tmp_path / "reward"))(rollouts.samples)]
-    assert rollouts.experience.rewards.tolist() == pytest.approx(scores, abs=1e-5)
-    assert float(trainer.callback_metrics["rollout/reward"]) == pytest.approx(statistics.fmean(scores), abs=1e-5)
-    assert rollouts.experience.advantages.abs().sum() > 0
-    assert not module.reward_model.training
-
-
-def test_a_reward_model_with_other_tokens_or_without_a_head_is_refused(tmp_path: Path) -> None:
+def test_a_reward_model_without_a_head_and_models_with_other_tokens_are_refused(tmp_path: Path) -> None:
     folder = reward_model(tmp_path)
     with pytest.raises(ValueError, match=r"needed is a \.\.\.ForSequenceClassification"):
         GRPOModule(str(tmp_path / "base"), parts=[RewardModel(str(tmp_path / "base"))]).configure_model()
@@ -52,6 +35,9 @@ def test_a_reward_model_with_other_tokens_or_without_a_head_is_refused(tmp_path:
     tokenizer.save_pretrained(folder)
     with pytest.raises(ValueError, match="another tokenizer than the policy"):
         GRPOModule(str(tmp_path / "base"), parts=[RewardModel(folder)]).configure_model()
+    for teacher in (folder, ModelPool(folder)):
+        with pytest.raises(ValueError, match=r"other tokens than the student .* 1 differ, e\.g\. \['<more>'\]"):
+            OnPolicyDistillationModule(str(tmp_path / "base"), teacher).configure_model()
 
 
 @pytest.mark.parametrize("attention", [None, "sdpa"], ids=["packed", "padded"])
