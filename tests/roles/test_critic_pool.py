@@ -18,11 +18,12 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 from modules.data_runs import trainer
-from rl_runs import RANK, PlainGRPO, fit_run, on_all_ranks, setup_run
+from modules.on_policy.test_ppo_runs import MomentumPPO
+from rl_runs import RANK, PlainGRPO, SaveAt, fit_run, on_all_ranks, setup_run
 from strategies import ranks
 from strategies.parity_cases import weight_difference
 from tiny_models import tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhfkit import Placement, PPOModule, RunReport
 from rlhfkit.models.heads import load_scalar_model
@@ -37,33 +38,23 @@ from rlhfkit.strategies.checkpoint.directory import read_manifest
 pytestmark = pytest.mark.ray
 
 CRITIC: dict[str, Any] = {"optimizer": "sgd", "optimizer_arguments": {"momentum": 0.9}}
-"""The optimizer of ``MomentumPPO``."""
-PLAIN: dict[str, Any] = {"lr": 0.05, "critic_lr": 0.05, "kl_coef": 0.05, "parts": [ValueLoss(clip=0.05).plain()]}
+PLAIN: dict[str, Any] = {
+    "lr": 0.05,
+    "critic_lr": 0.05,
+    "kl_coef": 0.05,
+    "optimization": {"weight_decay": 0.01},
+    "parts": [ValueLoss(clip=0.05).plain()],
+}
+"""With ``CRITIC`` the optimizer of ``MomentumPPO``."""
 
 
-class MomentumPPO(PPOModule):
-    """PPO with SGD with momentum for policy and critic."""
+class SaveAndExport(SaveAt):
+    """Exports the critic too, beside the checkpoint."""
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameter_groups(), lr=self.lr, momentum=0.9)
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of the weights."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-class SaveAt(L.Callback):
-    """Saves a checkpoint after a batch, and exports the critic."""
-
-    def __init__(self, path: Path, batch: int) -> None:
-        self.path, self.exported, self.batch, self.count = path, path.with_name("exported"), batch, 0
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.count += 1
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *arguments)
         if self.count == self.batch:
-            trainer.save_checkpoint(self.path)
-            pl_module.save_pretrained(self.exported, child="critic")
+            pl_module.save_pretrained(self.path.with_name("exported"), child="critic")
 
 
 class KillOf(L.Callback):
@@ -111,14 +102,16 @@ def test_a_critic_with_two_ranks_is_the_one_in_the_module_resumes_bitwise_and_is
     trainer, module, data = run(tmp_path, None)
     trainer.fit(module, data)
     report = RunReport(str(tmp_path / "report.html"))
-    save = SaveAt(tmp_path / "saved.ckpt", batch=9)  # of 6 an iteration: the first micro-batch of a step of the second
+    save = SaveAndExport(
+        tmp_path / "saved.ckpt", batch=9
+    )  # of 6 an iteration: the first micro-batch of a step of the second
     pool = CriticPool(num_ranks=2, strategy="rlhf_zero2")
     placed_trainer, placed, data = run(tmp_path, pool, callbacks=[save, report])
     placed_trainer.fit(placed, data)
     assert not hasattr(placed, "critic")
     assert placed_trainer.global_step == 6
-    assert weight_difference(weights(module.critic), pool.weights) < 1e-6
-    assert weight_difference(weights(module.policy), weights(placed.policy)) < 1e-6
+    assert weight_difference(module.critic.state_dict(), pool.weights) < 1e-6
+    assert weight_difference(module.policy.state_dict(), placed.policy.state_dict()) < 1e-6
     names = [name for name in trainer.callback_metrics if name.startswith(("value/", "policy/", "grad_norm/"))]
     assert {"value/loss", "value/explained_variance", "value/clip_fraction", "grad_norm/critic"} <= set(names)
     for name in names:
@@ -133,15 +126,15 @@ def test_a_critic_with_two_ranks_is_the_one_in_the_module_resumes_bitwise_and_is
         assert 0 < report.times.busy_shares()[lane] <= 1
 
     # It is exported by its ranks, and after the fit.
-    during = load_scalar_model(str(save.exported), new_head=False)
-    assert weight_difference(weights(during), pool.weights) > 0  # of an earlier step
+    during = load_scalar_model(str(tmp_path / "exported"), new_head=False)
+    assert weight_difference(during.state_dict(), pool.weights) > 0  # of an earlier step
     after = load_scalar_model(str(placed.save_pretrained(tmp_path / "critic", child="critic")), new_head=False)
-    assert weight_difference(weights(after), pool.weights) == 0
+    assert weight_difference(after.state_dict(), pool.weights) == 0
 
     again = CriticPool(num_ranks=2, strategy="rlhf_zero2")
     trainer, resumed, data = run(tmp_path, again)
     trainer.fit(resumed, data, ckpt_path=str(save.path))
-    assert weight_difference(weights(placed.policy), weights(resumed.policy)) == 0
+    assert weight_difference(placed.policy.state_dict(), resumed.policy.state_dict()) == 0
     assert weight_difference(pool.weights, again.weights) == 0
     assert not list(tmp_path.glob(".critic-*"))  # what is written on the way is gone
 
@@ -166,13 +159,13 @@ def with_a_reference(own: Path, arguments: dict[str, Any]) -> dict[str, Tensor]:
         **on_all_ranks(),
     )
     assert hasattr(module, "reference") != bool(arguments)
-    return weights(module.policy)
+    return module.policy.state_dict()
 
 
 def with_critics_elsewhere(folder: Path, own: Path) -> None:
     """The same critic for all ranks, who lose it with an error and resume; and a module that has had one."""
 
-    def run(critic: CriticPool | None, strategy: str, callbacks: Any = (), *, trained: Any = None, **fit: Any) -> Any:
+    def run(critic: CriticPool | None, strategy: str, *callbacks: Any, trained: Any = None, **fit: Any) -> Any:
         trainer, module, data, _ = setup_run(
             own,
             module=MomentumPPO,
@@ -192,25 +185,25 @@ def with_critics_elsewhere(folder: Path, own: Path) -> None:
 
     def check(module: Any, critic: CriticPool, policy: Any, values: Any, tolerance: float) -> None:
         """The critic's weights come back to one of the ranks."""
-        assert weight_difference(weights(policy), weights(module.policy)) <= tolerance
+        assert weight_difference(policy.state_dict(), module.policy.state_dict()) <= tolerance
         assert critic.weights is None or weight_difference(values, critic.weights) <= tolerance
 
     expected = run(None, "ddp")
     three, one, dying, again = pool(3, "rlhf_zero3"), *(pool(1, "rlhf_zero2") for _ in range(3))
-    check(run(three, "ddp"), three, expected.policy, weights(expected.critic), 1e-6)
-    save = SaveAt(folder / "saved.ckpt", batch=6)
-    straight = run(one, "rlhf_zero1", [save])
-    check(straight, one, expected.policy, weights(expected.critic), 1e-6)
+    check(run(three, "ddp"), three, expected.policy, expected.critic.state_dict(), 1e-6)
+    save = SaveAndExport(folder / "saved.ckpt", batch=6)
+    straight = run(one, "rlhf_zero1", save)
+    check(straight, one, expected.policy, expected.critic.state_dict(), 1e-6)
     saved = read_manifest(save.path)["files"].keys()
     assert {"module/critic/manifest.json", "module/critic/rank_00000.pt"} < saved  # verified
     straight.save_pretrained(folder / "after", child="critic")  # of both ranks together, after the fit
     if one.weights is not None:
         exported = load_scalar_model(str(folder / "after"), new_head=False)
-        assert weight_difference(weights(exported), one.weights) == 0
+        assert weight_difference(exported.state_dict(), one.weights) == 0
     with pytest.raises(CriticPoolError, match="have ended with the last fit"):  # on both ranks
         run(None, "rlhf_zero1", trained=straight)
     with pytest.raises(CriticPoolError, match=r"the critic's ranks have failed: RankError: rank 0 of 1.*died"):
-        run(dying, "rlhf_zero1", [KillOf(dying, 2, signal.SIGKILL)], ckpt_path=str(save.path))
+        run(dying, "rlhf_zero1", KillOf(dying, 2, signal.SIGKILL), ckpt_path=str(save.path))
     check(run(again, "rlhf_zero1", ckpt_path=str(save.path)), again, straight.policy, one.weights, 0)
 
 

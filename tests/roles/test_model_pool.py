@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from models.test_forward import experience
 from modules.on_policy.ppo_cases import PlainPPO
-from rl_runs import PlainGRPO, digits, fit_run, weights
+from rl_runs import digits, fit_run, weights
 from tiny_models import tiny_model
 
 from rlhfkit import (
@@ -128,6 +127,7 @@ def test_what_a_stuck_replica_was_asked_others_compute_and_without_any_it_is_an_
         assert [bool(replica.lost) for replica in pool._replicas] == [True, False]
         os.kill(second, signal.SIGKILL)
         os.kill(first, signal.SIGKILL)
+        pool.request_timeout = 3600.0  # longer than a test may take: those that have died are not waited for
         with pytest.raises(ModelPoolError, match=r"no replica of .* is left .*finished nothing for 3 s"):
             pool.submit(batch, one_by_one(batch)).result()
     finally:
@@ -310,38 +310,3 @@ def test_each_device_of_a_replica_has_an_equal_part_of_the_layers_and_all_else_i
     torch.testing.assert_close(whole.logprobs, expected(folder, batch), rtol=0, atol=0)
     with pytest.raises(ValueError, match="2 layers cannot be divided over 3 devices"):
         spread(load_causal_lm(str(folder)), [cpu] * 3)
-
-
-def test_a_run_whose_replicas_are_all_dead_ends_with_an_error_and_can_be_resumed(
-    tmp_path: Path, ray_session: None
-) -> None:
-    model = str(tiny_model(tmp_path / "model"))
-
-    plain: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1}
-
-    def run(resume: Path | None = None) -> Any:
-        pool = ModelPool(model, max_restarts=0, request_timeout=3600.0)  # longer than a test may take
-
-        def score(samples: Any) -> list[float]:
-            if rollouts.iteration == 1 and resume is None:  # what they have answered by then is used
-                kill(pool)
-            return digits(samples)
-
-        rollouts = RolloutCallback(score, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-        return fit_run(
-            tmp_path,
-            resume=resume,
-            module=PlainGRPO,
-            module_arguments=plain | {"parts": [Reference(pool)]},
-            rollouts=rollouts,
-            callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)],
-            enable_checkpointing=True,
-            max_epochs=3,
-        )[1]
-
-    with pytest.raises(ModelPoolError, match=r"no replica of .* is left .*resumed from its last checkpoint"):
-        run()
-    resumed = run(tmp_path / "epoch=0.ckpt")
-    _, straight, _ = fit_run(tmp_path, module=PlainGRPO, module_arguments=plain, max_epochs=3)
-    for name, tensor in weights(straight).items():
-        torch.testing.assert_close(weights(resumed)[name], tensor, rtol=0, atol=1e-6)
