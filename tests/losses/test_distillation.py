@@ -5,9 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from rlhfkit.losses import distillation_loss, on_policy_distillation_advantages
-from rlhfkit.losses.distillation import JensenShannon
-
-from .policy_cases import OPENRLHF
 
 DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]
 FORMS = [{}, {"top_k": 3}, {"top_k": 3, "remainder": "renormalize"}, {"temperature": 2.0}]
@@ -20,32 +17,6 @@ def logits_batch():
     mask = torch.rand(4, 5, generator=generator) < 0.6
     mask[:, 0] = True
     return student, teacher, mask
-
-
-def test_forward_kl_matches_openrlhf_up_to_the_entropy_of_the_teacher():
-    # Quirks left behind: OpenRLHF's value lacks the teacher's entropy (same gradient), so that it is not 0 for equal
-    # models, and its mask is the unshifted label, off by one against its cross-entropy; ours is on the next-token axis.
-    case = OPENRLHF["kd"]
-    student, teacher = torch.tensor(case["logits"]), torch.tensor(case["teacher"])
-    mask = torch.tensor(case["labels"]) != -100
-    entropy = torch.distributions.Categorical(logits=teacher[mask]).entropy().mean()
-    loss = distillation_loss(student, teacher, mask).loss
-    assert (loss + entropy).item() == pytest.approx(case["loss"], abs=1e-6)
-
-
-def test_divergences_equal_torch():
-    student, teacher, mask = logits_batch()
-    p, q = student[mask].log_softmax(-1), teacher[mask].log_softmax(-1)
-    forward, reverse = (F.kl_div(*pair, log_target=True, reduction="sum") for pair in ((p, q), (q, p)))
-    torch.testing.assert_close(distillation_loss(student, teacher, mask).loss, forward / mask.sum())
-    logprobs = student.log_softmax(-1), teacher.log_softmax(-1)  # are logits, too
-    output = distillation_loss(*logprobs, mask, divergence="reverse_kl")
-    torch.testing.assert_close(output.loss, reverse / mask.sum())
-    mixture = (0.3 * q.exp() + 0.7 * p.exp()).log()
-    jensen = 0.3 * F.kl_div(mixture, q, log_target=True, reduction="sum")
-    jensen += 0.7 * F.kl_div(mixture, p, log_target=True, reduction="sum")
-    output = distillation_loss(student, teacher, mask, divergence=JensenShannon(0.3))
-    torch.testing.assert_close(output.loss, jensen / mask.sum())
 
 
 def test_a_divergence_of_teacher_and_student_is_refused_instead_of_fed_by_position():

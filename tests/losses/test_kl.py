@@ -5,7 +5,7 @@ import torch
 
 from rlhfkit.losses import kl_estimate
 
-from .policy_cases import FIELD, OPENRLHF, gradient, tensors
+from .policy_cases import OPENRLHF, gradient, tensors
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -14,16 +14,6 @@ def test_openrlhf_golden_values(estimator):
     expected = torch.tensor(OPENRLHF["kl"][estimator], dtype=torch.float64)
     got = kl_estimate(inputs["logp"], inputs["ref"], estimator=estimator, clamp=10.0)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)  # six digits are recorded
-
-
-def test_slime_golden_values():
-    inputs, slime = tensors(FIELD["inputs"]), tensors(FIELD["slime"])
-    new, old = inputs["new"].float(), inputs["old"].float()
-    torch.testing.assert_close(kl_estimate(new, old, estimator="k1"), slime["kl_k1"].float())
-    # slime computes e^x - 1 in float32, which loses what expm1 keeps where the two are close.
-    torch.testing.assert_close(kl_estimate(new, old), slime["kl_k3"].float(), atol=2e-7, rtol=1e-5)
-    weighted = kl_estimate(new, old, importance_weight=torch.exp(new - inputs["rollout"].float()))
-    torch.testing.assert_close(weighted, slime["kl_k3_unbiased_IS"].float(), atol=2e-7, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -45,11 +35,12 @@ def test_expected_gradient_is_the_one_the_docstring_names(estimator, weighted, d
     torch.testing.assert_close(got, expected)
 
 
-def test_k3_of_an_impossible_token_stays_finite_under_a_clamp_in_value_and_gradient():
+def test_estimates_of_an_impossible_token_stay_finite_under_a_clamp_in_value_and_gradient():
     logprobs = torch.tensor([[-1e4]], requires_grad=True)
     estimate = kl_estimate(logprobs, torch.zeros(1, 1), clamp=10.0)
     assert estimate.item() == 10.0
     assert gradient(estimate.sum(), logprobs).item() == 0.0
+    assert kl_estimate(logprobs, torch.zeros(1, 1), estimator="k1", clamp=10.0).item() == -10.0
 
 
 @pytest.mark.parametrize("distance", [-79.0, -81.0, -1e3])

@@ -1,6 +1,6 @@
 """Data, models and settings that would fail or spoil a run are refused when it starts.
 
-Covers ``modules/base.py`` and ``callbacks/rollout/checks.py``.
+Covers ``modules/base.py``, ``teachers.py`` and ``callbacks/rollout/checks.py``.
 """
 
 import functools
@@ -9,17 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rl_runs import digits, fit_run
 from tiny_models import tiny_model, tiny_tokenizer
+from transformers import AutoTokenizer
 
-from modules.data_runs import trainer
-from rlhfkit import RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
-from rlhfkit.datamodules import (
-    PreferenceDataModule,
-    StepwiseDataModule,
-    UnpairedPreferenceDataModule,
+from modules.data_runs import data, folder_of, trainer
+from rlhfkit import (
+    DistillationModule,
+    DPOModule,
+    KTOModule,
+    ProcessRewardModule,
+    RolloutCallback,
+    SamplingSpec,
+    SFTDataModule,
+    SFTModule,
 )
-from rlhfkit.modules import DPOModule, KTOModule, ProcessRewardModule
+from rlhfkit.datamodules import PreferenceDataModule, StepwiseDataModule, UnpairedPreferenceDataModule
+from rlhfkit.models import load_causal_lm
+
+folder = folder_of()
 
 
 @pytest.fixture(scope="module")
@@ -57,44 +66,14 @@ def test_the_message_says_value_rule_and_cure(
 
 SHORT, LONG = "b" * 8, "a" * 36
 PAIRS = [{"prompt": "1+", "chosen": "b", "rejected": SHORT}, {"prompt": "2+", "chosen": SHORT, "rejected": LONG}]
+UNPAIRED = [{"prompt": f"{i}+", "completion": (SHORT, LONG)[i // 3], "label": i == 1} for i in (1, 2, 3)]
+STEPS = [{"prompt": "1+", "completions": ["b", LONG][:n], "labels": [True, False][:n]} for n in (1, 2)]
 KINDS: dict[str, tuple[Any, Any, list[dict[str, Any]], str]] = {
-    "texts": (
-        SFTModule,
-        functools.partial(SFTDataModule, text="text"),
-        [{"text": "b"}, {"text": LONG}],
-        "row 1, has 37",
-    ),
-    "preference pairs": (
-        DPOModule,
-        PreferenceDataModule,
-        PAIRS,
-        "row 1, has 39",
-    ),
-    "unpaired answers": (
-        KTOModule,
-        UnpairedPreferenceDataModule,
-        [
-            {"prompt": "1+", "completion": SHORT, "label": True},
-            {"prompt": "2+", "completion": SHORT, "label": False},
-            {"prompt": "3+", "completion": LONG, "label": False},
-        ],
-        "row 2, has 39",
-    ),
-    "pairs taken apart": (
-        KTOModule,
-        UnpairedPreferenceDataModule,
-        PAIRS,
-        "row 1, has 39",
-    ),
-    "judged steps": (
-        ProcessRewardModule,
-        StepwiseDataModule,
-        [
-            {"prompt": "1+", "completions": ["b"], "labels": [True]},
-            {"prompt": "1+", "completions": ["b", LONG], "labels": [True, False]},
-        ],
-        "row 1, has 41",
-    ),
+    "texts": (SFTModule, SFTDataModule, [{"prompt": "", "completion": text} for text in ("b", LONG)], "row 1, has 37"),
+    "preference pairs": (DPOModule, PreferenceDataModule, PAIRS, "row 1, has 39"),
+    "unpaired answers": (KTOModule, UnpairedPreferenceDataModule, UNPAIRED, "row 2, has 39"),
+    "pairs taken apart": (KTOModule, UnpairedPreferenceDataModule, PAIRS, "row 1, has 39"),
+    "judged steps": (ProcessRewardModule, StepwiseDataModule, STEPS, "row 1, has 41"),
 }
 
 
@@ -103,22 +82,22 @@ KINDS: dict[str, tuple[Any, Any, list[dict[str, Any]], str]] = {
 def test_rows_beyond_the_context_are_refused_by_every_kind_of_data(
     model: str, tmp_path: Path, name: str, where: str
 ) -> None:
-    module, data, rows, place = KINDS[name]
+    module, kind, rows, place = KINDS[name]
     sources = {"data": rows[:-1], where: rows}
     message = rf"given rows, {place} tokens within max_length 64, .* context of 32: lower it, max_length=32, or"
     with pytest.raises(ValueError, match=message):
-        run(tmp_path).fit(module(model), data(**sources, micro_batch_size=2, max_length=64))
+        run(tmp_path).fit(module(model), kind(**sources, micro_batch_size=2, max_length=64))
     if where == "data":  # the cure that it names
-        run(tmp_path).fit(module(model), data(rows, micro_batch_size=len(rows), max_length=32))
+        run(tmp_path).fit(module(model), kind(rows, micro_batch_size=len(rows), max_length=32))
 
 
 def test_what_is_kept_for_another_model_is_checked_for_this_one(model: str, tmp_path: Path) -> None:
-    module, data, rows, place = KINDS["preference pairs"]
+    module, kind, rows, place = KINDS["preference pairs"]
     longer = str(tiny_model(tmp_path / "longer", context=64))
     options = {"micro_batch_size": 2, "max_length": 64, "cache_dir": tmp_path / "cache"}
-    run(tmp_path).fit(module(longer), data(rows, **options))
+    run(tmp_path).fit(module(longer), kind(rows, **options))
     with pytest.raises(ValueError, match=place):
-        run(tmp_path).fit(module(model), data(rows, **options))
+        run(tmp_path).fit(module(model), kind(rows, **options))
 
 
 def test_mismatched_pairs_are_cut_to_the_context(model: str, tmp_path: Path) -> None:
@@ -156,3 +135,25 @@ def test_answers_that_nothing_ends_are_refused(tmp_path: Path) -> None:
         fit_run(tmp_path)
     sampling = SamplingSpec(group_size=4, max_new_tokens=4, stop="1")
     fit_run(tmp_path, rollouts=RolloutCallback(digits, sampling=sampling), max_steps=1)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_and_one_that_is_padded_is_not(folder: Path, tmp_path: Path) -> None:
+    other = tiny_model(tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(other)
+    with pytest.raises(ValueError, match=r"other tokens than the student .*\(100 and 99; 1 differ, e.g. \['<think>'\]"):
+        trainer(tmp_path).fit(DistillationModule(str(folder / "model"), str(other)), data(folder, DistillationModule))
+    padded = load_causal_lm(str(folder / "teacher"))
+    padded.resize_token_embeddings(160, mean_resizing=False)
+    with torch.no_grad():
+        padded.lm_head.weight[128:] = 0
+        padded.lm_head.weight[128:, 0] = -100
+    padded.save_pretrained(tmp_path / "padded")
+    tiny_tokenizer().save_pretrained(tmp_path / "padded")
+    losses = []
+    for teacher in (folder / "teacher", tmp_path / "padded"):
+        module = DistillationModule(str(folder / "model"), str(teacher))
+        checked = data(folder, DistillationModule, validated=True)
+        losses.append(trainer(tmp_path).validate(module, checked, verbose=False)[0]["val/loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -70,17 +70,3 @@ def test_dropout_of_adapters_is_not_switched_off_silently(folder: Path) -> None:
     with warnings.catch_warnings(record=True) as said:
         GRPOModule(str(folder / "model"), lora=LoRA(rank=2)).configure_model()
     assert not [one for one in said if "dropout" in str(one.message)]
-
-
-def test_the_command_line_takes_lora_as_options_or_yaml(folder: Path, tmp_path: Path) -> None:
-    from rlhfkit.cli.main import lightning_cli
-
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"model:\n  class_path: rlhfkit.SFTModule\n  init_args:\n    model: {folder / 'model'}\n"
-        "    lora:\n      rank: 4\n      targets: [q_proj, v_proj]\n"
-        f"data:\n  class_path: rlhfkit.SFTDataModule\n  init_args:\n    data: {folder / 'texts.jsonl'}\n"
-    )
-    quiet = ["--trainer.fast_dev_run=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
-    done = lightning_cli(["fit", "--config", str(config), "--model.init_args.lora.alpha=32", *quiet])
-    assert done.model.lora == LoRA(rank=4, alpha=32, targets=("q_proj", "v_proj"))

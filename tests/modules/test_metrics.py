@@ -10,99 +10,16 @@ import pytest
 import torch
 from arguments import learning
 from lightning.pytorch.callbacks import LambdaCallback
-from rl_runs import fit_run
 from step_cases import KINDS, rows_of
-from tiny_models import tiny_model
 from torch import Tensor
 
-from rlhfkit import (
-    GRPOModule,
-    LocalEngine,
-    PreferenceDataModule,
-    RolloutCallback,
-    Sample,
-    SamplingSpec,
-    SFTDataModule,
-    SFTModule,
-    StepwiseDataModule,
-    UnpairedPreferenceDataModule,
-)
-from rlhfkit.losses import LossOutput, max_metric
-from rlhfkit.models import ModelLoading, PolicyOutput
-from rlhfkit.modules.parts import Correction
+from rlhfkit import SFTDataModule, SFTModule
 
-from .data_runs import Steps, texts, trainer
-
-
-class Drifting(LocalEngine):
-    """Log-probs that are off by an amount that differs from sample to sample, as another kernel's would be."""
-
-    def generate(self, *arguments: Any, **options: Any) -> list[Sample]:
-        samples = super().generate(*arguments, **options)
-        for sample in samples:
-            shift = 0.02 * (sample.sample_index - 1) + 0.01 * (sample.prompt.index % 3)
-            sample.logprobs = [logprob + shift for logprob in sample.logprobs.tolist()]
-        return samples
-
-
-def by_length(samples: list[Sample]) -> list[float]:
-    return [len(sample.token_ids) / 30 + sample.sample_index / 10 for sample in samples]
-
-
-class Curious(GRPOModule):
-    """Logs a metric of its own, which says how it reduces."""
-
-    def loss(self, batch: Any, out: PolicyOutput) -> LossOutput:
-        base = super().loss(batch, out)
-        return LossOutput(base.loss, {**base.metrics, "policy/entropy_max": max_metric(out.entropy, batch.action_mask)})
+from .data_runs import SOURCES, Steps, texts, trainer
 
 
 def values(metrics: Mapping[str, Tensor], prefix: str = "") -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if name.startswith(prefix)}
-
-
-def iteration(tmp_path: Path, accumulate: int, attention: str | None = None) -> dict[str, float]:
-    """Two updates of 16 uneven samples each, in so many micro-batches."""
-    sampling = SamplingSpec(group_size=4, max_new_tokens=30, top_p=0.95)
-    trainer, _, _ = fit_run(
-        tmp_path,
-        module=Curious,
-        module_arguments={
-            "lr": 1e-3,
-            "kl_coef": 0.1,
-            "parts": [Correction("tis").plain()],
-            "loading": ModelLoading(attention=attention),
-        },
-        data_arguments={"micro_batch_size": 16 // accumulate},
-        rollouts=RolloutCallback(by_length, engine=Drifting(), sampling=sampling),
-        accumulate_grad_batches=accumulate,
-        max_epochs=1,
-    )
-    assert trainer.global_step == 2
-    return {name: value for name, value in values(trainer.callback_metrics).items() if not name.startswith("time/")}
-
-
-def test_an_iteration_is_measured_alike_however_it_is_split(tmp_path: Path) -> None:
-    tiny_model(tmp_path / "model")
-    expected = iteration(tmp_path, 1)
-    names = {f"policy/{name}" for name in ("ratio_max", "clip_fraction", "approx_kl", "entropy", "entropy_max")}
-    names |= {
-        f"rollout_corr/{name}"
-        for name in ("is_std", "logprob_abs_diff_max", "untruncated_eff_sample_size", "eff_sample_size")
-    }
-    assert names <= expected.keys()
-    assert expected["rollout_corr/logprob_abs_diff_max"] == pytest.approx(0.06, abs=1e-3)
-    assert expected["policy/ratio_max"] > 1.0
-    for accumulate, attention in ((2, "sdpa"), (4, None)):
-        assert iteration(tmp_path, accumulate, attention=attention) == pytest.approx(expected, rel=2e-3, abs=2e-6)
-
-
-SOURCES: dict[str, Any] = {
-    "texts": SFTDataModule,
-    "pairs": PreferenceDataModule,
-    "unpaired": UnpairedPreferenceDataModule,
-    "steps": StepwiseDataModule,
-}
 
 
 @pytest.mark.parametrize("kind", ["sft", "distillation", "dpo", "kto", "reward", "process"])

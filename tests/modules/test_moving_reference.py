@@ -1,4 +1,4 @@
-"""A reference that follows the policy of on-policy modules; test_dpo.py has it for pairs, on ranks and with ZeRO."""
+"""A reference that follows the policy of on-policy modules; ``test_data_ranks.py`` has it for pairs, also with ZeRO."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,6 @@
 import itertools
 import math
+import statistics
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhfkit import losses
 
-from ..policy_cases import FIELD, TRL, tensors
+from ..policy_cases import TRL
 
 TRL_REWARDS = {
     name: torch.tensor([torch.nan if reward is None else reward for reward in values])
@@ -19,7 +20,6 @@ TRL_REWARDS = {
 TRL_GROUP = torch.arange(16) // 4
 TRL_CASES = {case["name"]: case for case in TRL["advantages"]["cases"]}
 FLOAT32_INSIDE_TRL = {"rtol": 1e-5, "atol": 1e-5}
-FIELD_INPUTS = tensors(FIELD["inputs"])
 
 
 ESTIMATORS = {
@@ -66,22 +66,6 @@ def test_trl_golden_advantages(name):
     torch.testing.assert_close(got, torch.tensor(case["advantages"]), **FLOAT32_INSIDE_TRL)
 
 
-@pytest.mark.parametrize(
-    ("name", "estimate"),
-    [
-        ("grpo", lambda rewards, group: losses.group_advantages(rewards, group, eps=1e-6)),
-        ("grpo_vectorized", lambda rewards, group: losses.group_advantages(rewards, group, eps=1e-6)),
-        ("grpo_passk", losses.best_of_group_advantages),
-        ("rloo", losses.rloo_advantages),
-    ],
-)
-def test_verl_golden_advantages(name, estimate):
-    got = estimate(FIELD_INPUTS["reward"], FIELD_INPUTS["group"].long())
-    expected = torch.tensor(FIELD["verl_advantage"][name]["adv"], dtype=torch.float64)
-    # The vectorised variant sums squares in float32.
-    torch.testing.assert_close(got[:, None] * FIELD_INPUTS["mask"], expected, rtol=1e-7, atol=1e-7)
-
-
 @every_estimator
 @pytest.mark.parametrize(("reward", "size"), [(0.1, 8), (0.9, 8), (0.3, 16), (1 / 3, 7), (1.0, 4), (0.0, 4)])
 def test_equal_rewards_have_advantage_exactly_zero(estimate, reward, size):
@@ -106,7 +90,7 @@ def test_missing_rewards_get_zero_and_leave_the_others_alone(estimate):
 @every_estimator
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_order_of_rows_and_names_of_groups_do_not_matter(estimate, seed):
+def test_order_of_rows_and_names_of_groups_change_no_bit(estimate, seed):
     generator = torch.Generator().manual_seed(seed)
     group = torch.randint(0, 4, (13,), generator=generator)
     rewards = torch.randn(13, generator=generator)
@@ -114,7 +98,7 @@ def test_order_of_rows_and_names_of_groups_do_not_matter(estimate, seed):
     order = torch.randperm(13, generator=generator)
     got = estimate(rewards, group)
     again = estimate(rewards[order], 100 - 7 * group[order])
-    torch.testing.assert_close(again, got[order], rtol=1e-6, atol=1e-7)
+    assert torch.equal(again, got[order])
 
 
 @pytest.mark.parametrize(("size", "right", "k"), [(4, 1, 2), (6, 2, 3), (5, 3, 2), (7, 1, 1), (6, 5, 1)])
@@ -144,17 +128,10 @@ def test_baselines_of_other_answers_by_hand():
     assert got.tolist() == pytest.approx([0.25, -0.75])
     rewards, greedy = torch.tensor([1.0, 0.0, torch.nan, 0.5]), torch.tensor([0.25, 0.25, 1.0, torch.nan])
     assert losses.remax_advantages(rewards, greedy).tolist() == [0.75, -0.25, 0.0, 0.0]
-    best = torch.tensor([3.0, 1.0, 0.0, 2.0, 2.0])  # only a single one learns
-    got = losses.best_of_group_advantages(best, torch.tensor([0, 0, 0, 1, 1]), normalize=False)
-    assert got.tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
+    best, group = torch.tensor([3.0, 1.0, 0.0, 2.0, 2.0]), torch.tensor([0, 0, 0, 1, 1])  # only a single one learns
+    assert losses.best_of_group_advantages(best, group, normalize=False).tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
+    normalized = losses.best_of_group_advantages(best, group)
+    assert normalized.tolist() == pytest.approx([2.0 / statistics.stdev([3.0, 1.0, 0.0]), 0.0, 0.0, 0.0, 0.0], rel=1e-5)
     columns, group = torch.tensor([[1.0, 5.0], [0.0, 5.0], [0.0, 0.0], [1.0, 9.0]]), torch.tensor([0, 0, 1, 1])
     first = losses.gdpo_advantages(columns, group, weights=[1.0, 0.0])
     torch.testing.assert_close(first, losses.gdpo_advantages(columns[:, :1], group))
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_order_of_rows_changes_no_bit_of_group_advantages(scale):
-    generator, group = torch.Generator().manual_seed(0), torch.arange(64) % 8
-    rewards, order = torch.rand(64, generator=generator), torch.randperm(64, generator=generator)
-    got = losses.group_advantages(rewards, group, scale=scale)[order]
-    assert torch.equal(got, losses.group_advantages(rewards[order], group[order], scale=scale))

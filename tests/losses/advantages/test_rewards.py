@@ -1,4 +1,3 @@
-from dataclasses import make_dataclass
 from itertools import pairwise
 
 import pytest
@@ -6,12 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfkit import Prompt, Sample
 from rlhfkit.losses.advantages.rewards import RewardMoments, last_action_mask, normalize_rewards, token_rewards
-from rlhfkit.modules.parts import StopProperly
-from rlhfkit.rewards import LengthPenalty
-
-from ..policy_cases import OPENRLHF, TRL
 
 
 def test_the_reward_is_on_the_last_action_of_ragged_multi_turn_and_empty_rows():
@@ -22,14 +16,6 @@ def test_the_reward_is_on_the_last_action_of_ragged_multi_turn_and_empty_rows():
     penalty = torch.tensor([[0.05, -0.1, torch.nan]])
     got = token_rewards(torch.tensor([1.0]), torch.tensor([[1, 1, 0]]), penalty=penalty)
     torch.testing.assert_close(got, torch.tensor([[-0.05, 1.1, 0.0]]))
-
-
-def test_a_reward_is_where_it_was_earned_and_what_is_left_of_it_on_the_last_action():
-    #          env  act  act  env  env  act  pad
-    mask = [0, 1, 1, 0, 0, 1, 0]
-    earned = [5.0, 1.0, 0.0, 2.0, 3.0, 0.0, 7.0]
-    got = token_rewards(torch.tensor([20.0]), torch.tensor([mask]), earned=torch.tensor([earned]))
-    assert got.tolist() == [[0, 1, 5, 0, 0, 14, 0]]  # 14: what is left, 5 in front of the first action among it
 
 
 @given(st.integers(0, 10_000))
@@ -48,40 +34,6 @@ def test_wherever_a_reward_was_earned_its_total_is_the_same(seed):
         actions = mask[row].nonzero()[:, 0].tolist()
         for place, following in pairwise(actions):
             torch.testing.assert_close(got[row, place], earned[row, place:following].sum())
-
-
-def shaped(part, rewards, truncated):
-    rows = make_dataclass("Rows", ["rewards", "truncated"])
-    return part.prepare(rows(rewards, truncated)).rewards
-
-
-def overlong(lengths, limit, zone):
-    """DAPO's penalty of answers of some lengths, which is a reward."""
-    prompt = Prompt(0, [1])
-    samples = [Sample(prompt, 0, [2] * n, [0.0] * n, [0] * n, "stop") for n in lengths]
-    return torch.tensor(LengthPenalty(limit, zone)(samples))
-
-
-def test_trl_golden_overlong_penalty():
-    golden = TRL["helpers"]["rewards"]["soft_overlong(100,20)"]
-    torch.testing.assert_close(overlong(golden["lengths"], 100, 20), torch.tensor(golden["out"]))
-
-
-def recorded(name):
-    return [reward for group in OPENRLHF["adv"][name]["rewards_after_penalty"] for reward in group]
-
-
-def test_openrlhf_golden_penalties():
-    inputs = OPENRLHF["adv_inputs"]
-    rewards, truncated = torch.tensor(inputs["rewards"]), torch.tensor(inputs["truncated"]).bool()
-    penalised = rewards + overlong(inputs["response_length"], 8, 4)
-    got = shaped(StopProperly(0.5), penalised, truncated).tolist()
-    expected = recorded("dr_grpo_overlong4_stop.5")
-    assert got[:3] == pytest.approx(expected[:3])
-    # Quirk: OpenRLHF halves the last reward, -0.5 after the first penalty, and so rewards the truncation. Not here.
-    assert (got[3], expected[3]) == (-0.5, -0.25)
-    replaced = shaped(StopProperly(-0.5), rewards, truncated)
-    assert replaced.tolist() == pytest.approx(recorded("dr_grpo_stop-.5"))
 
 
 @settings(max_examples=30, deadline=None)

@@ -5,19 +5,7 @@ from hypothesis import strategies as st
 
 from rlhfkit.losses import entropy_bonus, sum_losses, top_entropy_mask
 
-from ..policy_cases import TRL, gradient, policy_batch, tensors
-
-INPUTS = tensors(TRL["grpo_loss"]["inputs"])
-
-
-@pytest.mark.parametrize("case", TRL["helpers"]["high_entropy_mask"]["cases"], ids=lambda case: str(case["threshold"]))
-def test_trl_golden_high_entropy_mask(case):
-    entropy, mask = INPUTS["entropies"], INPUTS["completion_mask"]
-    expected = torch.tensor(case["out"], dtype=torch.bool)
-    # Quirk: TRL takes the quantile in float32, and compares float64 entropies with it here, so that the token at the
-    # quantile falls out or stays by rounding.
-    threshold = torch.quantile(entropy[mask.bool()].float(), case["threshold"]).double()
-    assert torch.equal(top_entropy_mask(entropy, mask, threshold=threshold), expected)
+from ..policy_cases import gradient, policy_batch
 
 
 @settings(max_examples=40, deadline=None)
@@ -31,6 +19,7 @@ def test_as_many_tokens_of_largest_entropy_as_the_quantile_says(seed, fraction):
     assert not (kept & ~mask).any()
     assert kept.sum().item() == int(fraction * (mask.sum().item() - 1) + 1e-4) + 1
     assert entropy[kept].min() >= entropy[mask & ~kept].max() if (mask & ~kept).any() else True
+    assert torch.equal(top_entropy_mask(entropy, mask, threshold=entropy[kept].min()), kept)
     assert not top_entropy_mask(entropy, torch.zeros_like(mask)).any()
 
 

@@ -6,21 +6,22 @@ import pytest
 import torch
 
 from rlhfkit.losses import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, kl_loss, ppo_loss, sum_losses
-from rlhfkit.losses.policy.base import policy_tokens
 
 from ..policy_cases import gradient, policy_batch
 
 RATIOS = torch.tensor([[0.5, 0.9, 1.0, 1.1, 2.0, 5.0]], dtype=torch.float64)
 
 
-def test_dual_clip_fraction_counts_the_tokens_whose_loss_it_bounds():
+def test_dual_clip_bounds_the_loss_of_tokens_and_counts_them():
     def measured(advantage, **knobs):
         inputs = torch.zeros_like(RATIOS), -RATIOS.log(), torch.tensor([advantage]), torch.ones_like(RATIOS)
-        return ppo_loss(*inputs, **knobs).metrics
+        return ppo_loss(*inputs, **knobs)
 
-    assert measured(-2.0, dual_clip=1.5)["policy/dual_clip_fraction"].item() == pytest.approx(2 / 6)
-    assert measured(2.0, dual_clip=1.5)["policy/dual_clip_fraction"].item() == 0.0
-    assert "policy/dual_clip_fraction" not in measured(-2.0)
+    bounded = measured(-2.0, dual_clip=1.5)
+    assert bounded.loss.item() == pytest.approx(2 * (0.8 + 0.9 + 1.0 + 1.1 + 1.5 + 1.5) / 6)
+    assert bounded.metrics["policy/dual_clip_fraction"].item() == pytest.approx(2 / 6)
+    assert measured(2.0, dual_clip=1.5).metrics["policy/dual_clip_fraction"].item() == 0.0
+    assert "policy/dual_clip_fraction" not in measured(-2.0).metrics
 
 
 def test_log_ratio_clamp_takes_effect_and_can_be_off():
@@ -36,20 +37,6 @@ def test_the_first_update_of_an_iteration_has_ratio_exactly_one():
     metrics = ppo_loss(batch.logprobs, batch.logprobs.detach(), *batch[2:]).metrics
     assert metrics["policy/ratio_mean"].item() == metrics["policy/ratio_max"].item() == 1.0
     assert metrics["policy/approx_kl"].item() == metrics["policy/clip_fraction"].item() == 0.0
-
-
-def test_the_gradient_of_grpo_in_bfloat16_is_rounded_once():
-    batch = policy_batch(batch=16, steps=64, dtype=torch.bfloat16)
-    reference = batch.old_logprobs.float() + 0.3
-
-    def gradient_in(dtype):
-        logprobs = batch.logprobs.to(dtype).requires_grad_()
-        now = logprobs.float()  # once for both terms, so that their gradients are rounded once
-        penalty = kl_loss(now, reference, batch.mask, coef=0.5, importance_weight=policy_tokens(now, *batch[1:]).ratio)
-        return gradient(sum_losses(grpo_loss(now, *batch[1:]), penalty).loss, logprobs)
-
-    exact = gradient_in(torch.float32)
-    assert torch.equal(gradient_in(torch.bfloat16), exact.bfloat16())
 
 
 def test_reference_logprobs_without_a_coefficient_are_measured_and_do_not_train():

@@ -10,10 +10,10 @@ def test_decoupled_ppo_is_ppo_around_the_proximal_policy_weighted_to_the_behavio
     batch = policy_batch().leaf()
     noise = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rollout = batch.old_logprobs + 0.5 * noise
-    got = losses.decoupled_ppo_loss(*batch, rollout_logprobs=rollout, high=1.5, clip_high=0.28)
+    got = losses.decoupled_ppo_loss(*batch, rollout_logprobs=rollout, high=1.5, clip_high=0.28, dual_clip=1.2)
     weight = torch.exp(batch.old_logprobs - rollout)
     weight = torch.where(weight > 1.5, 0.0, weight)
-    expected = losses.ppo_loss(*batch, clip_high=0.28, weights=weight)
+    expected = losses.ppo_loss(*batch, clip_high=0.28, dual_clip=1.2, weights=weight)
     torch.testing.assert_close(got.loss, expected.loss)
     torch.testing.assert_close(gradient(got.loss, batch.logprobs), gradient(expected.loss, batch.logprobs))
     correction = losses.importance_weights(batch.old_logprobs, rollout, batch.mask, mode="mask", high=1.5)

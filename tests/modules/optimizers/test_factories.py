@@ -1,6 +1,5 @@
 """Optimizers by name: what they are, against the packages' own, the kernels of AdamW, and errors."""
 
-import copy
 import importlib.util
 import logging
 from itertools import accumulate
@@ -188,18 +187,3 @@ def test_adamw_is_fused_on_gpus_and_says_so(
     assert {name: optimizer.param_groups[0][name] for name in expected} == expected
     assert said in caplog.text
     assert ("kernels of torch" in caplog.text) == bool(said)
-
-
-def test_fused_steps_agree_to_rounding_and_go_on_from_a_checkpoint_bit_for_bit() -> None:
-    def made(fused: bool | None) -> tuple[torch.nn.Parameter, torch.optim.AdamW]:
-        parameter = weight(12)
-        # On the CPU, where torch 2.4 and later have such a kernel too.
-        return parameter, adamw([{"params": [parameter]}], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
-
-    (plain, default), (fused, fast), (resumed, after) = made(None), made(True), made(True)
-    stepped(default, plain, range(10))
-    stepped(fast, fused, range(6))
-    resumed.data.copy_(fused.data)
-    after.load_state_dict(copy.deepcopy(fast.state_dict()))
-    assert torch.equal(stepped(fast, fused, range(6, 10)), stepped(after, resumed, range(6, 10)))
-    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)

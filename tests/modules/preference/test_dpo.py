@@ -5,16 +5,12 @@ Covers ``preference/base.py`` and ``parts/answer_reference.py``.
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from rl_runs import RANKS
-from strategies import ranks
 
 from modules.data_runs import Steps, computed, data, fit, folder_of, plain_module, trainer
 from rlhfkit import DPOModule, PreferenceDataModule
@@ -24,74 +20,11 @@ from rlhfkit.datamodules.tokenization.mixture import Mixture
 from rlhfkit.losses import PreferencePairs, dpo_loss
 from rlhfkit.losses.preference.dpo import AlphaDivergence, DiscoPOP
 from rlhfkit.models import ModelLoading, PolicyOutput, load_causal_lm
-from rlhfkit.modules.parts.moving_reference import MovingReference
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["dpo"]
 
 
 folder = folder_of()
-
-
-def following(steps: int, alpha: float) -> dict[str, Any]:
-    """Arguments of a module whose reference follows the policy."""
-    return {"ref_model": None, "parts": [MovingReference(steps, alpha=alpha).plain()]}
-
-
-CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "zero3, computed before": ("rlhf_zero3", 1, {}),
-    "zero3, following": ("rlhf_zero3", 2, following(2, 0.75)),
-    "ddp, following": ("ddp", 1, following(2, 0.75)),
-    "ddp, computed before": ("ddp", 1, {}),
-    # In 16 bits the reference moves in float32, which rank 0 keeps of shards, and every rank of whole weights.
-    "zero3, half": ("rlhf_zero3", 1, following(1, 0.3) | {"lr": 0.1}),
-    "ddp, half": ("ddp", 1, following(1, 0.3) | {"lr": 0.1}),
-}
-"""Strategy, micro-batches per step and rank, and arguments of the module; without: a reference computed before.
-
-References of ranks that share forward passes follow in test_mesh.py.
-"""
-
-
-def on_ranks(folder: Path, model: str) -> dict[str, list[float]]:
-    """All cases in one process group, those that follow resumed too; rank 0 also writes weights and references."""
-    report = {}
-    for name, (strategy, accumulate, knobs) in CASES.items():
-        saver = ModelCheckpoint(folder / name, filename="{epoch}", save_top_k=-1)
-        options: dict[str, Any] = {"ranks": RANKS, "strategy": strategy, "num_nodes": 1}
-        options |= {"precision": "bf16-true"} if "half" in name else {}
-        options |= {"callbacks": [saver], "enable_checkpointing": True} if name != "ddp, following" and knobs else {}
-
-        def run(**more: Any) -> Steps:
-            return fit(Path(model), DPOModule, accumulate, knobs=knobs or computed(folder / name), **options, **more)  # noqa: B023
-
-        whole = run()
-        report[name] = whole.totals
-        if "callbacks" in options:
-            rest = run(resume=str(folder / name / "epoch=0.ckpt"))
-            assert rest.totals == whole.totals[len(whole.totals) // 2 :], "it goes on with the reference where it was"
-            for key, tensor in whole.reference.items():
-                assert torch.equal(tensor, rest.reference[key]), key
-        if whole.weights:
-            torch.save([whole.weights, whole.reference], folder / f"{name}.pt")
-    return report
-
-
-@pytest.mark.distributed
-def test_two_ranks_train_as_one_with_every_kind_of_reference(folder: Path, tmp_path: Path) -> None:
-    reports = ranks.run("modules.preference.test_dpo:on_ranks", 2, tmp_path, model=str(folder))
-    start = load_causal_lm(str(folder / "model"), dtype=torch.bfloat16).state_dict()
-    for name, (_, _, knobs) in CASES.items():
-        weights, reference = torch.load(tmp_path / f"{name}.pt")
-        if "half" in name:
-            assert not all(torch.equal(tensor, start[key]) for key, tensor in reference.items())
-            continue
-        alone = fit(folder, DPOModule, knobs=knobs or {"ref_model": None})
-        both = [sum(pair) / 2 for pair in zip(*(report[name] for report in reports), strict=True)]
-        assert both == pytest.approx(alone.losses, rel=1e-4)
-        for found, expected in ((weights, alone.weights), (reference, alone.reference if knobs else {})):
-            assert found.keys() == expected.keys()
-            for key, tensor in found.items():
-                torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=2e-6)
 
 
 # ------------------------------------------------------------------------------------------------------- the reference
@@ -129,18 +62,6 @@ def test_a_mixture_of_sources_gets_its_log_probs_before_training_too(folder: Pat
         runs.append([*steps.losses, float(run.callback_metrics["val/loss"])])
     assert runs[1] == pytest.approx(runs[0], rel=2e-6)
     assert len(list((tmp_path / "cache").iterdir())) == 3  # two sources, and the validation data
-
-
-def test_adapters_switched_off_are_the_reference_and_only_they_are_trained(folder: Path) -> None:
-    knobs = {"ref_model": None, "lora": {"rank": 4}, "loss_type": "sigmoid", "lr": 0.5}
-    run = fit(folder, DPOModule, knobs=knobs)
-    assert run.logged[0]["rewards/margins"] == 0.0  # exactly: policy and reference are the same numbers
-    assert run.losses[0] == pytest.approx(math.log(2), abs=1e-7)
-    assert run.losses[-1] < run.losses[0]
-    start = load_causal_lm(str(folder / "model")).state_dict()
-    for name, tensor in run.weights.items():
-        if "lora_" not in name:
-            assert torch.equal(tensor, start[name.replace("base_layer.", "")])
 
 
 # --------------------------------------------------------------------------------------------------------- the losses

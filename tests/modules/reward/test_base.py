@@ -1,71 +1,17 @@
-"""What reward models and process reward models share: validation on ranks, LoRA, saving. Also what is theirs alone."""
+"""What reward models and process reward models save, and what they measure in validation."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from rl_runs import RANKS
-from strategies import ranks
 from transformers import AutoModelForTokenClassification
 
-from modules.data_runs import ROWS, data, fit, folder_of, plain_module, trainer
+from modules.data_runs import ROWS, data, folder_of, plain_module, trainer
 from rlhfkit import ProcessRewardModule, RewardModule
-from rlhfkit.models import LoRA
 from rlhfkit.models.forward import unwrap
-from rlhfkit.models.lora import has_adapter
 from rlhfkit.modules.reward.base import Calibration
 
 folder = folder_of()
-both = pytest.mark.parametrize("kind", [RewardModule, ProcessRewardModule])
-
-
-def on_ranks(folder: Path, model: str) -> dict[str, Any]:
-    """What one rank runs: both kinds at ZeRO 3, which are saved, and a validation, in one process group."""
-    shared: dict[str, Any] = {"ranks": RANKS, "strategy": "rlhf_zero3", "num_nodes": 1}
-    for kind, accumulate in ((RewardModule, 1), (ProcessRewardModule, 2)):
-        made = fit(Path(model), kind, accumulate, **shared).module
-        made.save_pretrained(folder / kind.__name__)
-    made = plain_module(Path(model), RewardModule)
-    run = trainer(Path(model), devices=RANKS, strategy="ddp", num_nodes=1)
-    source = data(Path(model), RewardModule, 3, validated=True)
-    return run.validate(made, source, verbose=False)[0] | {"constants": made.constants}
-
-
-@pytest.mark.distributed
-def test_two_ranks_validate_and_save_as_one(folder: Path, tmp_path: Path) -> None:
-    reports = ranks.run("modules.reward.test_base:on_ranks", 2, tmp_path, model=str(folder))
-    module = plain_module(folder, RewardModule)
-    alone = trainer(folder).validate(module, data(folder, RewardModule, ROWS, validated=True), verbose=False)[0]
-    for report in reports:
-        assert module.constants == pytest.approx(report.pop("constants"), rel=1e-5)
-        assert report == pytest.approx(alone, rel=1e-5)
-    for kind in (RewardModule, ProcessRewardModule):  # what two ranks have saved is what one rank has trained
-        saved = plain_module(folder, kind, model=str(tmp_path / kind.__name__))
-        saved.configure_model()
-        trained = fit(folder, kind).weights
-        for name, tensor in saved.policy.state_dict().items():
-            torch.testing.assert_close(tensor, trained[name], rtol=1e-4, atol=2e-5)
-
-
-@both
-@pytest.mark.long
-def test_adapters_and_head_train_and_are_saved_merged(folder: Path, tmp_path: Path, kind: type) -> None:
-    knobs: dict[str, Any] = {"lora": LoRA(rank=4, alpha=8)}
-    straight, start = fit(folder, kind, knobs=knobs, max_epochs=4).module, plain_module(folder, kind, **knobs)
-    trained = {name for name, parameter in straight.policy.named_parameters() if parameter.requires_grad}
-    assert {name for name in trained if ".lora_" not in name} == {
-        name for name, _ in straight.policy.named_parameters() if name.startswith("model.score.")
-    }
-    fresh = plain_module(folder, kind, model=str(straight.save_pretrained(tmp_path / "saved")))
-    for module in (fresh, start):
-        module.configure_model()
-    assert not has_adapter(fresh.policy)
-    source = data(folder, kind)
-    trainer(folder).predict(straight, source)
-    batch = next(iter(source.predict_dataloader()))
-    torch.testing.assert_close(fresh.scores(batch), straight.scores(batch), rtol=1e-4, atol=1e-5)
-    assert (start.scores(batch) - straight.scores(batch)).abs().max() > 0.05
 
 
 def test_a_saved_process_model_is_a_token_classifier_whose_label_1_is_good(folder: Path, tmp_path: Path) -> None:

@@ -1,17 +1,13 @@
+"""Losses of a critic and of texts; every one by a loop of its own: ``modules/test_loops_by_hand.py``."""
+
+import math
+
 import pytest
 import torch
 
-from rlhfkit.losses import value_loss
+from rlhfkit.losses import cross_entropy_loss, dft_loss, value_loss
 
-from .policy_cases import OPENRLHF, gradient, policy_batch, tensors
-
-
-@pytest.mark.parametrize(("name", "clip"), [("clip05", 0.5), ("clip02", 0.2), ("noclip", None)])
-def test_openrlhf_golden_values(name, clip):
-    golden = tensors(OPENRLHF["value"])
-    mask = torch.tensor(OPENRLHF["inputs"]["mask"])
-    got = value_loss(golden["v"], golden["old"], golden["ret"], mask, clip=clip)
-    assert got.loss.item() == pytest.approx(OPENRLHF["value"][name], abs=1e-6)  # six digits are recorded
+from .policy_cases import gradient, policy_batch
 
 
 def test_value_loss_by_hand():
@@ -48,3 +44,20 @@ def test_values_inside_the_clip_are_not_counted_as_clipped_by_rounding():
     values, old, returns = (0.2 * torch.randn(3, 16, 256, generator=generator)).unbind()  # 12 % of which were counted
     metrics = value_loss(values, old, returns, torch.ones(16, 256), clip=2.0).metrics
     assert metrics["value/clip_fraction"].item() == 0.0
+
+
+def test_metrics_are_nll_and_perplexity_and_detached():
+    _, logprobs, _, mask = policy_batch()
+    for loss in (cross_entropy_loss, dft_loss):
+        output = loss(logprobs.clone().requires_grad_(), mask)
+        torch.testing.assert_close(output.metrics["sft/nll"], -logprobs[mask].mean())
+        torch.testing.assert_close(output.metrics["sft/perplexity"], (-logprobs[mask].mean()).exp())
+        assert not any(metric.requires_grad for metric in output.metrics.values())
+
+
+def test_dft_of_an_impossible_label_is_zero_with_zero_gradient():
+    logprobs = torch.tensor([[-float("inf"), -200.0, -1.0]], requires_grad=True)
+    output = dft_loss(logprobs, torch.ones(1, 3), denominator=1.0)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(math.exp(-1.0))
+    assert logprobs.grad[0].tolist() == pytest.approx([0.0, 0.0, -math.exp(-1.0)])
