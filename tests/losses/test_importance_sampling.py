@@ -68,10 +68,10 @@ def test_level_and_mode_by_hand(ratios, knobs, expected):
 
 
 def test_metrics_are_of_the_ratios_before_they_are_bounded():
-    pair = torch.zeros(1, 4), -RATIOS.log(), torch.ones(1, 4)
-    found = {**losses.importance_weights(*pair, high=2.0).metrics, **losses.mismatch_metrics(*pair)}
-    expected = {"is_max": 4.0, "is_min": 0.25, "is_bounded_fraction": 0.25}
-    expected |= {"logprob_abs_diff_max": math.log(4.0), "logprob_abs_diff_mean": math.log(2.0)}
+    pair = torch.zeros(1, 4), -torch.tensor([[0.25, 1.0, 2.0, 1.0]]).log(), torch.ones(1, 4)
+    found = {**losses.importance_weights(*pair, high=1.5).metrics, **losses.mismatch_metrics(*pair)}
+    expected = {"is_max": 2.0, "is_min": 0.25, "is_bounded_fraction": 0.25}
+    expected |= {"logprob_abs_diff_max": math.log(4.0), "logprob_abs_diff_mean": math.log(8.0) / 4}
     assert {name: found[f"rollout_corr/{name}"].item() for name in expected} == pytest.approx(expected)
 
 

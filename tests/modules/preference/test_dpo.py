@@ -39,13 +39,8 @@ def test_log_probs_computed_before_training_are_kept_beside_the_tokens(
     here.mkdir()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     monkeypatch.chdir(here)
-    fit(
-        folder,
-        DPOModule,
-        knobs={"ref_model": None, "precompute_ref_log_probs": True},
-        default_root_dir=None,
-        max_epochs=1,
-    )
+    knobs = {"ref_model": None, "precompute_ref_log_probs": True}
+    fit(folder, DPOModule, knobs=knobs, default_root_dir=None, max_epochs=1)
     assert not list(here.iterdir())
     assert len(list((cache / "rlhfkit" / "reference_logprobs").iterdir())) == 1
 

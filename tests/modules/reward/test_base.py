@@ -30,11 +30,8 @@ def test_a_saved_process_model_is_a_token_classifier_whose_label_1_is_good(folde
 
 
 def test_mean_and_deviation_of_validation_rewards_are_saved_and_normalise(folder: Path, tmp_path: Path) -> None:
-    module, source, run = (
-        plain_module(folder, RewardModule),
-        data(folder, RewardModule, 5, validated=True),
-        trainer(tmp_path),
-    )
+    module, source = plain_module(folder, RewardModule), data(folder, RewardModule, 5, validated=True)
+    run = trainer(tmp_path)
     run.fit(module, source)
     batches = list(source.val_dataloader())
     raw = torch.cat([module.scores(batch).detach() for batch in batches])
