@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import chat_tokenizer, tiny_model
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes.environment import Action, Environment, Step
@@ -16,22 +16,16 @@ from rlhfkit.rollout import GroupFunction, SamplingSpec
 from rlhfkit.rollout.groups import GroupRunner
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '[' + message['role'][0] + ']' + message['content'] + eos_token + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '[a]' }}{% endif %}"
+    "{% for message in messages %}{{ '[' + message['role'][0] + ']' + style|default('') + message['content'] }}"
+    "{{ eos_token + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '[a]' }}{% endif %}"
 )
-"""One letter for the role, and an end-of-turn token that the model samples, with a line break behind it."""
-
-
-def chat_tokenizer() -> Any:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+"""One letter for the role, an argument, and an end-of-turn token that the model samples, with a line break behind."""
 
 
 def chat_model(folder: Path, context: int = 512) -> Path:
     """A tiny model with the template."""
     tiny_model(folder, context=context)
-    chat_tokenizer().save_pretrained(folder)
+    chat_tokenizer(CHAT_TEMPLATE).save_pretrained(folder)
     return folder
 
 
@@ -80,6 +74,11 @@ def check_logprobs(engine: Any, sample: Sample) -> None:
     scored = engine.score([sample.all_token_ids.tolist()])[0][sample.prompt.num_tokens - 1 :]
     expected = [score if chosen else 0.0 for score, chosen in zip(scored, sample.chosen.tolist(), strict=True)]
     assert sample.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def said(text: str) -> Action:
+    """The first action of an episode."""
+    return Action(0, [1], text, text, "stop")
 
 
 class Counting(Environment):

@@ -44,6 +44,7 @@ def run_episodes(engine: Recorded) -> Iterator[Callable[..., list[Sample]]]:
     ) -> list[Sample]:
         runners.append(one := runner_of(engine, Episodes(environment, **options), engine.folder))  # type: ignore[attr-defined]
         engine.seen.clear()
+        engine.calls.clear()
         return one.generate(prompts or prompts_of(PROMPTS), sampling, iteration=2)
 
     yield run
@@ -83,11 +84,12 @@ def test_what_is_recorded_is_what_the_engine_saw_and_said_at_every_turn_with_its
 
 
 def test_a_conversation_reads_as_its_template_writes_it(run_episodes: Any) -> None:
-    (sample,) = run_episodes(Chatting, prompts_of(["2+2"]), SamplingSpec(group_size=1, max_new_tokens=4))
+    one = SamplingSpec(group_size=1, max_new_tokens=4)
+    (sample,) = run_episodes(Chatting, prompts_of(["2+2"]), one, chat_template_kwargs={"style": "~"})
     text = tiny_tokenizer().decode(sample.all_token_ids.tolist())
     first, second, third = (tiny_tokenizer().decode(said).removesuffix("<eos>") for _, said in turns(sample))
     assert text.removesuffix("<eos>") == (
-        f"[s]!<eos>\n[u]2+2<eos>\n[a]{first}<eos>\n[u]no 0<eos>\n[a]{second}<eos>\n[u]no 1<eos>\n[a]{third}"
+        f"[s]~!<eos>\n[u]~2+2<eos>\n[a]{first}<eos>\n[u]~no 0<eos>\n[a]{second}<eos>\n[u]~no 1<eos>\n[a]{third}"
     )
 
 
@@ -117,11 +119,29 @@ def comparable(samples: list[Sample]) -> list[Any]:
     ]
 
 
-def test_episodes_do_not_depend_on_what_else_is_played(run_episodes: Any) -> None:
+class Crowd(Counting):
+    """Counts its episodes: how many there are, and the most that there were."""
+
+    here, most = 0, 0
+
+    async def reset(self, prompt: Prompt) -> None:  # type: ignore[override]
+        super().reset(prompt)
+        Crowd.here += 1
+        Crowd.most = max(Crowd.most, Crowd.here)
+
+    async def close(self) -> None:  # type: ignore[override]
+        Crowd.here -= 1
+
+
+def test_episodes_do_not_depend_on_what_else_is_played(run_episodes: Any, engine: Recorded) -> None:
     whole = run_episodes(Counting)
     assert [(index, place) for index, place, *_ in comparable(whole)] == [(i, g) for i in range(4) for g in range(3)]
-    for options in ({"concurrency": 1}, {"concurrency": 5}, {"parallel_calls": 4}):
-        assert comparable(run_episodes(Counting, **options)) == comparable(whole)
+    for concurrency in (1, 5):
+        Crowd.most = 0
+        assert comparable(run_episodes(Crowd, concurrency=concurrency)) == comparable(whole)
+        assert Crowd.most == concurrency
+    assert comparable(run_episodes(Counting, parallel_calls=4)) == comparable(whole)
+    assert max(engine.calls) < 12  # all that waits is divided among four
     prompts = prompts_of(PROMPTS)  # two ranks, the second of which has them in another order
     shares = run_episodes(Counting, prompts[::2]) + run_episodes(Counting, prompts[3::-2])
     assert sorted(comparable(shares)) == comparable(whole)
@@ -223,28 +243,19 @@ def test_an_async_environment_that_blocks_everything_is_named(engine: Recorded, 
     assert len(one.generate(prompts_of(["1"]), SAMPLING, iteration=0)) == 3
 
 
-class Held(Counting):
-    """Some prompts' episodes go on when an event is set."""
-
-    go_on: threading.Event
-    held: tuple[int, ...]
-
-    @classmethod
-    def until(cls, go_on: threading.Event, *held: int) -> "type[Held]":
-        return type("Held", (cls,), {"go_on": go_on, "held": held})
-
-    async def step(self, action: Action) -> Step:
-        while self.prompt.index in self.held and not self.go_on.is_set():
-            await asyncio.sleep(0.01)
-        return await super().step(action)
-
-
 def test_groups_are_given_as_they_are_finished_and_waited_for_as_long_as_told(
     run_episodes: Any, engine: Recorded
 ) -> None:
     prompts, go_on = prompts_of(PROMPTS), threading.Event()
+
+    class Held(Counting):
+        async def step(self, action: Action) -> Step:
+            while self.prompt.index == 0 and not go_on.is_set():
+                await asyncio.sleep(0.01)
+            return await super().step(action)
+
     expected = comparable(run_episodes(Counting, prompts))  # of iteration 2
-    one = runner_of(engine, Episodes(Held.until(go_on, 0)), engine.folder)  # type: ignore[attr-defined]
+    one = runner_of(engine, Episodes(Held), engine.folder)  # type: ignore[attr-defined]
     streams = [one.stream(SAMPLING, iteration=iteration) for iteration in (0, 2)]
     streams[0].submit(prompts[:2], iteration=2)
     streams[1].submit(prompts[2:])

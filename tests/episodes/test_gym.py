@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from episodes.episode_cases import said
 from rlhfkit import Prompt
-from rlhfkit.episodes import Action, GymEnvironment
+from rlhfkit.episodes import GymEnvironment
 
 
 class Corridor:
@@ -28,10 +29,6 @@ class Corridor:
 
 def walk(text: str) -> int:
     return {"right": 1, "left": -1}[text] if text in ("right", "left") else int(text)
-
-
-def said(text: str) -> Action:
-    return Action(0, [1], text, text, "stop")
 
 
 def test_an_episode_is_that_of_the_environment() -> None:

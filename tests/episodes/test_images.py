@@ -10,7 +10,7 @@ import pytest
 import torch
 from lazy_module import LazyModule
 from models.vision_families import SIDE, picture, prompts, save_vision_model
-from tiny_models import local_engine, tiny_model
+from tiny_models import local_engine
 from torch import nn
 
 from episodes.episode_cases import runner_of
@@ -82,19 +82,6 @@ def test_tools_return_images() -> None:
     assert seen[0]["image"].size == (SIDE, SIDE)
     assert [part["type"] for part in both] == ["text", "image", "image", "text"]
     assert (both[0]["text"], both[3]["text"]) == ("both:", '{"equal": false}')
-
-
-def test_a_model_of_text_refuses_images_of_an_environment(tmp_path: Path) -> None:
-    folder = tiny_model(tmp_path / "text")
-    tokenizer = load_tokenizer(str(folder))
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    runner = runner_of(LocalEngine(), Episodes(Showing), folder)
-    try:
-        with pytest.raises(Exception, match="images need a model that sees them"):
-            runner.generate([Prompt(0, [5, 6])] * 2, SPEC, iteration=0)
-    finally:
-        runner.loop.close()
 
 
 def asked(*seeds: int) -> dict[str, Any]:

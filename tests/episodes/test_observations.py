@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from datamodules.tokenization.test_assistant_mask import CHAT, EXPECTED, tokenizer_for
+from models.vision_families import picture
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes.observations import ObservationTokenizer
@@ -43,23 +44,6 @@ def test_a_turn_that_was_cut_off_is_ended_for_it() -> None:
     assert tokenizer.decode(behind) == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_thoughts_that_the_template_would_now_drop_stay_as_they_were_sampled() -> None:
-    tokenizer = tokenizer_for("qwen3")
-    observations = ObservationTokenizer(tokenizer)
-    question, _, further = CHAT[1:4]
-    said = "<think>\none and one\n</think>\n\n2<|im_end|>"
-    turn = turn_of(encode(tokenizer, said))
-    behind = observations.encode_observation([further], turn, conversation=[question])
-    rewritten = tokenizer.apply_chat_template(
-        [question, {"role": "assistant", "content": said.removesuffix("<|im_end|>")}, further],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    assert "one and one" not in rewritten
-    seen = tokenizer.decode(observations.encode_conversation([question]) + turn.token_ids.tolist() + behind)
-    assert seen == rewritten.replace("assistant\n2", "assistant\n<think>\none and one\n</think>\n\n2")
-
-
 def test_several_results_are_written_together_and_template_arguments_count() -> None:
     tokenizer = tokenizer_for("qwen3")
     observations = ObservationTokenizer(tokenizer, {"enable_thinking": False})
@@ -92,6 +76,12 @@ def test_text_and_token_ids_are_taken_as_they_are() -> None:
 def test_what_is_no_observation_is_named(observation: Any) -> None:
     with pytest.raises(TypeError, match=r"an observation is text|not iterable"):
         ObservationTokenizer(tokenizer_for("chatml")).encode_observation(observation, turn_of([1]))
+
+
+def test_images_need_a_model_that_sees_them() -> None:
+    shown = [{"role": "user", "content": [{"type": "image", "image": picture(0).open()}]}]
+    with pytest.raises(ValueError, match="images need a model that sees them"):
+        ObservationTokenizer(tokenizer_for("chatml")).opened(shown)
 
 
 def test_templates_that_cannot_continue_are_named() -> None:

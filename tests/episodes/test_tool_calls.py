@@ -3,6 +3,7 @@
 The texts are those of the models' cards and chat templates.
 """
 
+import asyncio
 from functools import partial
 from typing import Any, Literal, Optional
 
@@ -15,7 +16,6 @@ from rlhfkit.episodes.tool_calls import (
     ToolCall,
     template_parser,
     text_before_calls,
-    tool_call_parser,
 )
 
 CALLS = {
@@ -130,34 +130,20 @@ def test_the_parser_is_found_from_the_template(name: str) -> None:
 
 
 def test_untyped_arguments_get_the_types_that_tools_take() -> None:
-    seen: list[Any] = []
+    def take(text: str, number: int, values: list[int], anything=None) -> list[Any]:  # type: ignore[no-untyped-def]
+        return [text, number, values, anything]
 
-    def take(text: str, number: int, values: list[int], anything=None) -> str:  # type: ignore[no-untyped-def]
-        seen.append((text, number, values, anything))
-        return "ok"
-
+    given = {"text": "12", "number": "12", "values": "[1, 2]", "anything": "so so"}
+    body = "".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in given.items())
     environment = ToolEnvironment([take], tool_call_parser="qwen_xml")
-    body = "".join(
-        f"<parameter={name}>\n{value}\n</parameter>"
-        for name, value in {"text": "12", "number": "12", "values": "[1, 2]", "anything": "so so"}.items()
-    )
-    import asyncio
-
-    asyncio.run(environment.step(said(f"<tool_call><function=take>{body}</function></tool_call>")))
-    assert seen == [("12", 12, [1, 2], "so so")]
+    step = asyncio.run(environment.step(said(f"<tool_call><function=take>{body}</function></tool_call>")))
+    assert step.observation == [{"role": "tool", "name": "take", "content": '["12", 12, [1, 2], "so so"]'}]
 
 
 def test_what_is_said_before_calls() -> None:
     assert text_before_calls("so <tool_call>{}", "so <tool_call>{}") == "so"
     assert text_before_calls('f{"a": 1}', 'Well[TOOL_CALLS]f{"a": 1}') == "Well"
     assert text_before_calls('{"name": "f"}', '{"name": "f"}') == ""
-
-
-def test_functions_are_taken() -> None:
-    def own(action: Action) -> list[ToolCall]:
-        return []
-
-    assert tool_call_parser(own) is own
 
 
 VALUES = ["12", "1.5", "true", "null", "[1]", '{"a": 1}', '"12"', "word"]

@@ -2,17 +2,16 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import prompts_of, tiny_tokenizer
 
-from episodes.episode_cases import chat_model, runner_of
+from episodes.episode_cases import chat_model, runner_of, said
 from rlhfkit.episodes import Action, Episodes, ToolEnvironment, tool_schemas
 from rlhfkit.episodes.tool_calls import ToolCall
 from rlhfkit.rollout import LocalEngine, SamplingSpec
-from rlhfkit.rollout.groups import GroupRunner
 
 
 def multiply(a: int, b: int = 2) -> int:
@@ -48,10 +47,6 @@ def hang() -> None:
 def shout() -> str:
     """Say very much."""
     return "x" * 1000
-
-
-def said(text: str) -> Action:
-    return Action(0, [1], text, text, "stop")
 
 
 def call(name: str, arguments: str = "{}") -> str:
@@ -105,22 +100,16 @@ def test_schemas_are_those_of_transformers() -> None:
         tool_schemas([bare])
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GroupRunner]:
-    folder = chat_model(tmp_path_factory.mktemp("tools"))
-    one = runner_of(LocalEngine(), Episodes(tools=[multiply], max_turns=2), folder)
-    yield one
-    one.close()
-
-
-def test_the_policy_reads_results_as_the_template_writes_them(runner: GroupRunner) -> None:
+def test_the_policy_reads_results_as_the_template_writes_them(tmp_path: Path) -> None:
     """A random model calls no tool, so it is the parser that does."""
 
     def parse(action: Action) -> list[ToolCall]:
         return [ToolCall("multiply", {"a": len(action.token_ids)})] if action.turn == 0 else []
 
-    runner.function.environment = lambda: ToolEnvironment([multiply], tool_call_parser=parse)
+    group = Episodes(tools=[multiply], tool_call_parser=parse, max_turns=2)
+    runner = runner_of(LocalEngine(), group, chat_model(tmp_path))
     samples = runner.generate(prompts_of(["a", "b"]), SamplingSpec(group_size=2, max_new_tokens=4), iteration=0)
+    runner.close()
     for sample in samples:
         assert "<eos>\n[t]8<eos>\n[a]" in tiny_tokenizer().decode(sample.token_ids.tolist())
         assert sample.info["steps"] == [{"tool_calls": 1, "tool_errors": 0}, {}]

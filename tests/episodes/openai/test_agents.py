@@ -5,21 +5,24 @@ import importlib.util
 import pickle
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 from lazy_module import LazyModule
-from tiny_models import prompts_of, tiny_tokenizer
+from tiny_models import chat_tokenizer, prompts_of, tiny_tokenizer
 
-from episodes.episode_cases import Recorded, chat_model, runner_of
+from episodes.episode_cases import CHAT_TEMPLATE, Recorded, chat_model, runner_of
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.episodes import AgentEpisodes
+from rlhfkit.episodes import Action, AgentEpisodes
 from rlhfkit.episodes.openai.agents import AgentConnection
+from rlhfkit.episodes.tool_calls import ToolCall
 from rlhfkit.rewards import EnvironmentReward
 from rlhfkit.rewards.base import score_samples
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 from rlhfkit.rollout.groups import GroupError, GroupRunner
+from rlhfkit.serving.access import AccessToken, ServerOptions
 
 openai = LazyModule("openai")
 
@@ -100,21 +103,25 @@ def test_samples_do_not_depend_on_how_many_agents_run_at_once_nor_on_the_order_o
     assert tokens(run(runner, crowd, prompts[2:])) == tokens(whole)[4:]
 
 
-def test_agents_that_fail_lose_their_own_episode_only(runner: GroupRunner) -> None:
+def test_agents_that_fail_lose_their_own_episode_only_and_none_goes_on_once_it_is_over(runner: GroupRunner) -> None:
+    connections: list[AgentConnection] = []
+
     def agent(connection: AgentConnection, prompt: Prompt) -> float | None:
         """A plain function, with the client of plain functions."""
+        connections.append(connection)
         if prompt.text == "silent":
             return 1.0
+        said = "x" * 300 if prompt.text == "says too much" else "?"
         with openai.OpenAI(base_url=connection.base_url, api_key=connection.api_key, max_retries=0) as client:
             for turn in range(5 if prompt.text == "talks on" else 1):
-                client.chat.completions.create(model="m", messages=[{"role": "user", "content": f"{turn}"}])
+                client.chat.completions.create(model="m", messages=[{"role": "user", "content": f"{turn}{said}"}])
         if prompt.text == "raises":
             raise LookupError("lost")
         if prompt.text == "hangs":
             threading.Event().wait()
         return None if prompt.text == "no judgement" else 1.0
 
-    kinds = ["good", "silent", "raises", "hangs", "no judgement", "talks on"]
+    kinds = ["good", "silent", "raises", "hangs", "no judgement", "talks on", "says too much"]
     samples = run(runner, agent, prompts_of(kinds), episode_timeout=10.0, max_turns=3)
     score_samples(EnvironmentReward(), samples)
     found = {s.prompt.text: (s.info["ended"], s.finish_reason, s.reward, s.info["turns"]) for s in samples}
@@ -125,28 +132,44 @@ def test_agents_that_fail_lose_their_own_episode_only(runner: GroupRunner) -> No
         "hangs": ("time", "abort", None, 1),
         "no judgement": ("done", "stop", None, 1),
         "talks on": ("turns", "length", None, 1),  # and was answered with an error, which it did not catch
+        "says too much": ("tokens", "length", None, 0),
     }
     assert samples[2].token_ids.tolist() == []
     assert "sent no request" in samples[2].info["error"]
+    late = connections[0]
+    assert late.api_key not in repr(late)
+    with (
+        openai.OpenAI(base_url=late.base_url, api_key=late.api_key, max_retries=0) as client,
+        pytest.raises(openai.NotFoundError, match="has ended"),
+    ):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
     with pytest.raises(GroupError, match=r"all 4 episodes failed.*LookupError: lost"):
         run(runner, agent, prompts_of(["raises", "raises"]))
 
 
-def test_an_agent_cannot_go_on_once_its_episode_is_over(runner: GroupRunner) -> None:
-    connections: list[AgentConnection] = []
+def no_calls(action: Action) -> list[ToolCall]:
+    return []
 
-    async def agent(connection: AgentConnection, prompt: Prompt) -> float:
-        connections.append(connection)
-        return await talker(connection, prompt)
 
-    run(runner, agent, prompts_of(["1"]))
-    connection = connections[0]
-    assert connection.api_key not in repr(connection)
-    with (
-        openai.OpenAI(base_url=connection.base_url, api_key=connection.api_key, max_retries=0) as client,
-        pytest.raises(openai.NotFoundError, match="has ended"),
-    ):
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+def test_arguments_reach_those_who_heed_them(runner: GroupRunner) -> None:
+    """What they do there: ``test_endpoint.py`` and ``test_episodes.py``."""
+    token = AccessToken("a-secret-of-24-characters")
+    common = {"max_turns": 3, "max_episode_tokens": 64, "episode_timeout": 9.0, "concurrency": 5, "on_error": "raise"}
+    group = AgentEpisodes(
+        talker, **common, request_timeout=7.0, parallel_calls=3, server=ServerOptions(host="127.0.0.2", token=token),
+        tool_call_parser=no_calls, chat_template_kwargs={"style": "~"},
+    )  # fmt: skip
+    found = {name: getattr(group, name) for name in common if name != "max_episode_tokens"}
+    assert found | {"max_episode_tokens": group.max_model_len} == common
+    group.configure_tokenizer(chat_tokenizer(CHAT_TEMPLATE), {"style": "?"})
+    endpoint = group.endpoint(SimpleNamespace(engine=runner.engine, max_tokens=64))  # type: ignore[arg-type]
+    group.close()
+    assert endpoint.base_url().startswith("http://127.0.0.2:")
+    assert endpoint.api_key == "a-secret-of-24-characters"
+    assert (endpoint.max_context_tokens, endpoint.request_timeout, endpoint._sampler.parallel_calls) == (64, 7.0, 3)
+    assert endpoint.tool_call_parser is no_calls
+    written = endpoint.observations.encode_conversation([{"role": "user", "content": "1"}])
+    assert tiny_tokenizer().decode(written) == "[u]~1<eos>\n[a]"
 
 
 def test_it_can_be_sent_to_another_process() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from lazy_module import LazyModule
-from tiny_models import local_engine, tiny_model, tiny_tokenizer
+from tiny_models import chat_tokenizer, local_engine, tiny_model, tiny_tokenizer
 from waiting import LIMIT
 
-from episodes.episode_cases import Recorded, chat_tokenizer, check_logprobs, turns
+from episodes.episode_cases import CHAT_TEMPLATE, Recorded, check_logprobs, turns
 from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import OpenAIEndpoint
 from rlhfkit.episodes.observations import ObservationTokenizer
@@ -41,7 +41,7 @@ def two_calls(action: Any) -> list[ToolCall]:
 @pytest.fixture(scope="module")
 def endpoint(engine: Recorded) -> Iterator[OpenAIEndpoint]:
     with OpenAIEndpoint(
-        engine, chat_tokenizer(), max_context_tokens=128, sampling=SamplingSpec(max_new_tokens=6),
+        engine, chat_tokenizer(CHAT_TEMPLATE), max_context_tokens=128, sampling=SamplingSpec(max_new_tokens=6),
         tool_call_parser=two_calls,
         max_body_bytes=10_000, max_body_values=100,
     ) as served:  # fmt: skip
@@ -129,6 +129,9 @@ def test_tools_are_called_as_clients_expect_it(session: Any) -> None:
     assert recorded.turns[1].parent is recorded.turns[0]
     assert "[t]4<eos>\n[t]4<eos>\n[a]" in tiny_tokenizer().decode(recorded.turns[1].trajectory.token_ids)
     assert ask(client, [USER], tools=tools, tool_choice="none").choices[0].message.tool_calls is None
+    said, end = ask(client, [USER], tools=tools, stream=True)
+    assert [(one.index, one.function.name) for one in said.choices[0].delta.tool_calls] == [(0, "f"), (1, "g")]
+    assert end.choices[0].finish_reason == "tool_calls"
 
 
 def test_streams_and_logprobs_say_the_same(session: Any) -> None:
@@ -193,17 +196,23 @@ def test_nobody_gets_in_without_the_token(endpoint: OpenAIEndpoint) -> None:
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "session_not_found")
 
 
-@pytest.mark.parametrize(("public_url", "address"), [("https://a:1/", "https://a:1"), (None, "http://127.0.0.1:0")])
-def test_agents_are_told_the_address_that_others_reach(engine: Recorded, public_url: Any, address: str) -> None:
-    options = ServerOptions(host="0.0.0.0", token=AccessToken("x" * 32), public_url=public_url)
-    endpoint = OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128, server=options)
+@pytest.mark.parametrize(
+    ("options", "address"),
+    [
+        ({"public_url": "https://a:1/"}, "https://a:1"),
+        ({"port": 99, "ssl_certfile": "one.pem", "ssl_keyfile": "two.pem"}, "https://127.0.0.1:99"),
+    ],
+)
+def test_agents_are_told_the_address_that_others_reach(engine: Recorded, options: Any, address: str) -> None:
+    options = ServerOptions(host="0.0.0.0", token=AccessToken("x" * 32), **options)
+    endpoint = OpenAIEndpoint(engine, chat_tokenizer(CHAT_TEMPLATE), max_context_tokens=128, server=options)
     assert endpoint.base_url() == f"{address}/v1"
     assert endpoint.base_url("b") == f"{address}/sessions/b/v1"
 
 
 def test_an_answer_that_takes_too_long_is_an_error(engine: Recorded) -> None:
     with (
-        OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128, request_timeout=1e-6) as endpoint,
+        OpenAIEndpoint(engine, chat_tokenizer(CHAT_TEMPLATE), max_context_tokens=128, request_timeout=1e-6) as endpoint,
         openai.OpenAI(base_url=endpoint.base_url(), api_key=endpoint.api_key, max_retries=0) as client,
         pytest.raises(openai.InternalServerError, match="no answer within 1e-06 s"),
     ):
@@ -240,7 +249,7 @@ def test_a_long_conversation_is_encoded_off_the_loop_and_refused_for_its_length(
         return encode(self, messages, **arguments)
 
     monkeypatch.setattr(ObservationTokenizer, "encode_conversation", slowly)
-    with OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128) as endpoint:
+    with OpenAIEndpoint(engine, chat_tokenizer(CHAT_TEMPLATE), max_context_tokens=128) as endpoint:
         client = httpx.Client(headers={"Authorization": f"Bearer {endpoint.api_key}"}, timeout=2 * LIMIT)
         body = {"messages": [{"role": "user", "content": "1+" * 50_000}]}
         with ThreadPoolExecutor() as threads:

@@ -12,7 +12,6 @@ from rlhfkit.episodes.openai.protocol import (
     assistant_message,
     normalize_message,
     same_message,
-    stream_events,
 )
 from rlhfkit.episodes.tool_calls import ToolCall
 
@@ -63,16 +62,3 @@ def test_an_answer_is_recognised_when_it_comes_back(text: str, calls: list[ToolC
 def test_other_messages_are_others(change: dict[str, Any]) -> None:
     reply = assistant_message("so <tool_call>", [ToolCall("f", {"a": 1})], "x")
     assert not same_message(normalize_message(reply), normalize_message(reply | change))
-
-
-def test_a_stream_says_what_the_answer_says() -> None:
-    message = assistant_message("so <tool_call>", [ToolCall("f", {"a": 1})], "x")
-    body = {
-        "id": "1", "created": 2, "model": "m", "usage": {},
-        "choices": [{"message": message, "finish_reason": "tool_calls", "logprobs": None}],
-    }  # fmt: skip
-    *chunks, end = stream_events(body)
-    first, second = (json.loads(chunk.removeprefix("data: ")) for chunk in chunks)
-    assert first["choices"][0]["delta"]["tool_calls"] == [{"index": 0, **message["tool_calls"][0]}]
-    assert second["choices"][0]["finish_reason"] == "tool_calls"
-    assert end == "data: [DONE]\n\n"

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from episodes.episode_cases import chat_tokenizer
+from episodes.episode_cases import CHAT_TEMPLATE
 from shared_pool import SharedPool
-from tiny_models import local_engine, tiny_model
+from tiny_models import chat_tokenizer, local_engine, tiny_model
 
 from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import OpenAIEndpoint
@@ -180,7 +180,7 @@ class TestVLLM:
         """Whatever is in one field; messages and sizes of bodies are in ``tests/episodes/openai``."""
         sampling = SamplingSpec(max_new_tokens=3)
         with (
-            OpenAIEndpoint(pool, chat_tokenizer(), max_context_tokens=128, sampling=sampling) as endpoint,
+            OpenAIEndpoint(pool, chat_tokenizer(CHAT_TEMPLATE), max_context_tokens=128, sampling=sampling) as endpoint,
             httpx.Client(
                 base_url=endpoint.base_url(),
                 headers={"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"},
