@@ -3,7 +3,6 @@
 import logging
 import os
 import pickle
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,10 +72,6 @@ def test_a_process_that_ends_is_replaced_and_failures_name_their_prompts_or_do_w
     once = f"once {tmp_path / 'seen'}"
     assert reward(samples("abc", once)) == [3.0, float(len(once))]
     assert "ended with exit code 4; its samples were scored once more" in caplog.text
-    (process,) = reward.sandbox.processes
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    assert reward(samples("abc")) == [3.0]
     reward.metrics()
     with pytest.raises(RewardError, match=r"(?s)'obedient' failed for samples of prompts 10, 11.*LookupError: no luck"):
         reward(samples("abc", "raise luck"))
@@ -89,9 +84,5 @@ def test_a_process_that_ends_is_replaced_and_failures_name_their_prompts_or_do_w
     assert reward.metrics()["obedient/worker/failed_fraction"] == pytest.approx(2 / 3)
     copy = pickle.loads(pickle.dumps(reward))
     assert (copy.sandbox.timeout, copy.on_failure, copy.sandbox.workers, copy.name) == (60, "mask", 1, "obedient")
+    assert copy.sandbox.processes[0].pid is None  # it starts its own
     reward.close()
-
-
-def test_what_no_process_can_import_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match=r"'rewards\.worker_rewards\.missing' cannot be imported"):
-        SubprocessReward("rewards.worker_rewards.missing")

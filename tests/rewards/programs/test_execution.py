@@ -154,7 +154,6 @@ def test_what_one_run_leaves_behind_ends_before_the_next_in_the_first_call_too()
     new.close()
 
 
-@pytest.mark.long
 def test_a_program_that_ends_its_sandbox_follows_the_policy(caplog: pytest.LogCaptureFixture) -> None:
     eats = "import os, time\nfor _ in range(4): os.fork()\neaten = b'x' * (100 << 20)\ntime.sleep(600)"
     with pytest.raises(RewardError, match=r"prompt 4, sample 0 could not be run to its end: died: .* GiB of memory"):

@@ -72,7 +72,3 @@ def test_the_time_limit_covers_judging() -> None:
     quick.timeout = 60.0
     assert quick([sample(HONEST, ASSERTIONS)]) == [1.0]
     quick.close()
-
-
-def test_no_cheat_holds_the_answers() -> None:
-    assert not [name for name, program in CALLED.items() for answer in SECRETS.values() if answer in program]

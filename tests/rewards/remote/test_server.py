@@ -106,6 +106,7 @@ def test_a_policy_is_trained_on_a_served_model(folder: Path, served: str, tmp_pa
     here = ModelReward(str(folder / "reward"), device="cpu")(rollouts.samples)
     assert [one.reward for one in rollouts.samples] == pytest.approx(here, abs=1e-5)
     assert trainer.global_step == 2
+    assert trainer.callback_metrics["remote_reward/failed_fraction"] == 0.0
 
 
 class Recorder:

@@ -4,17 +4,15 @@ Covers ``process.py`` and ``child.py`` too.
 """
 
 import os
-import pickle
+import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import until
@@ -22,21 +20,20 @@ from waiting import until
 from rlhfkit.rewards.sandbox import ResourceLimits, SandboxPool, WorkerSpec
 from rlhfkit.rewards.sandbox.process import SandboxProcess
 
-from .test_isolation import WITHOUT_LANDLOCK, processes_of
+from .test_isolation import LINUX, WITHOUT_LANDLOCK, processes_of
 
 CASES = Path(__file__).with_name("misbehaving.py")
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems have resource limits only")
 
 
-def sandbox(where: str = "/", *, workers: int = 1, timeout: float = 60.0, **options: object) -> SandboxPool:
-    limits = options.pop("limits", ResourceLimits(memory_gib=0.5, processes=24))
-    work = WorkerSpec(name="the test", program=CASES, factory="look", arguments=(where,), packages=False)
-    return SandboxPool(work, workers=workers, timeout=timeout, limits=limits, **options)
+def sandbox(**options: Any) -> SandboxPool:
+    limits = ResourceLimits(memory_gib=0.5, processes=24)
+    work = WorkerSpec(name="the test", program=CASES, factory="look", packages=False)
+    return SandboxPool(work, **{"workers": 1, "timeout": 60.0, "limits": limits} | options)
 
 
 @pytest.fixture
-def one(tmp_path: Path) -> Iterator[SandboxPool]:
-    made = sandbox(str(tmp_path))
+def one() -> Iterator[SandboxPool]:
+    made = sandbox()
     yield made
     made.close()
 
@@ -49,64 +46,51 @@ def children() -> set[int]:
     return found
 
 
-def until_gone(folder: str, but: int = 0) -> None:
-    """Wait until all processes of a sandbox have ended, but so many."""
-    until(lambda: len(processes_of(folder)) <= but)
+def until_gone(folder: str) -> None:
+    """Wait until all processes of a sandbox have ended."""
+    until(lambda: not processes_of(folder))
 
 
-def test_worker_sees_no_secrets_no_input_and_its_own_folder_only(
-    one: SandboxPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_sees_no_secrets_no_input_a_folder_of_its_own_and_the_network_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The network is closed otherwise: ``test_isolation.py``."""
     monkeypatch.setenv("API_TOKEN", "secret")
-    (tmp_path / "mine").write_text("mine")
-    seen = one.run(0).value
+    opened = sandbox(limits=ResourceLimits(memory_gib=0.5, network=True))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        seen = opened.run(server.getsockname()[1]).value
+    assert seen["connected"]
     assert "secret" not in str(seen)
     taken_over = {"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH"}
     assert set(seen["environment"]) <= taken_over | {"HOME", "TMPDIR", "OMP_NUM_THREADS"}
     assert seen["input"] == ""
-    assert "inside" in seen["written"]
-    if {"writes", "user"} & set(one.isolation or ()):
-        assert seen["written"] == ["inside"]
-        assert not (tmp_path / "outside").exists()
     assert seen["folder"] == seen["environment"]["HOME"] != os.getcwd()
     assert Path(seen["folder"]).exists()
-    one.close()
+    opened.close()
     assert not Path(seen["folder"]).exists()
-
-
-def test_network_is_there_if_asked_for() -> None:
-    """Otherwise it is not: ``test_isolation.py``."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        opened = sandbox(limits=ResourceLimits(memory_gib=0.5, network=True))
-        assert opened.run(server.getsockname()[1]).value["connected"]
-        opened.close()
-
-
-@LINUX
-def test_a_memory_bomb_of_several_processes_ends_them_only(one: SandboxPool) -> None:
-    together = one.run("eat memory together")
-    assert together.status == "died"
-    assert "its processes used more than 0.5 GiB of memory together" in together.message
-    assert one.run(0).status == "ok"
 
 
 @LINUX
 @pytest.mark.parametrize("act", ["fork bomb", "hide"])
 def test_all_that_a_call_has_started_is_killed_with_it(one: SandboxPool, act: str) -> None:
-    """Its time limit is raised until a file was seen meanwhile that says that all has been started."""
-    for seconds in (1.0, 4.0, 16.0, 64.0):
-        folder, seen = one.run(0).value["folder"], False
-        with ThreadPoolExecutor(1) as threads:
-            result = threads.submit(one.run, act, timeout=seconds)
-            while not result.done():
-                seen |= Path(folder, "seen").exists()
-                time.sleep(0.02)
-        assert result.result().status == "timeout"
-        until_gone(folder)
-        assert one.run(0).status == "ok"
-        if seen:
-            return
-    pytest.fail("it was not seen in a call of 64 s")
+    folder = one.run(0).value["folder"]
+    assert one.run(act, timeout=4.0).status == "timeout"
+    until_gone(folder)
+    assert one.run(0).status == "ok"
+
+
+def test_floods_are_bounded_cost_the_trainer_no_memory_and_leave_the_end_of_what_was_printed(one: SandboxPool) -> None:
+    assert one.run(0).status == "ok"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    flooded = one.run("flood")
+    assert flooded.status == "error"
+    assert "ValueError: enough" in flooded.message
+    assert flooded.message.endswith("xxxx")
+    assert len(flooded.message) < 10_000
+    assert one.run("answer for ever").status == "error"
+    assert one.run("print for ever", timeout=1.0).status == "timeout"
+    assert one.run("large answer").message.strip().endswith("the limit is 1048576")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
 @pytest.mark.long
@@ -155,14 +139,6 @@ def test_an_answer_is_read_before_its_process_is_known_to_have_ended(
     assert one.run(0).status == "ok"
 
 
-def test_what_is_printed_is_bounded_and_its_end_is_kept(one: SandboxPool) -> None:
-    flooded = one.run("flood")
-    assert flooded.status == "error"
-    assert "ValueError: enough" in flooded.message
-    assert flooded.message.endswith("xxxx")
-    assert len(flooded.message) < 10_000
-
-
 @LINUX
 @pytest.mark.long
 def test_a_thousand_calls_leak_no_process_and_no_descriptor() -> None:
@@ -170,8 +146,9 @@ def test_a_thousand_calls_leak_no_process_and_no_descriptor() -> None:
     two = sandbox(workers=2)
     folders = set()
     for start in range(0, 1000, 100):
-        outcomes = two.map([0] * 98 + (["die", "hang"] if start % 500 == 0 else [0, 0]), timeout=0.2)
-        folders |= {outcome.value["folder"] for outcome in outcomes if outcome.status == "ok"}
+        ends = ["nest folders", "die", "hang"] if start % 500 == 0 else [0] * 3
+        outcomes = two.map([0] * 97 + ends, timeout=0.2)
+        folders |= {outcome.value["folder"] for outcome in outcomes[:97] if outcome.status == "ok"}
     two.close()
     assert len(folders) >= 4  # two at first, and two that were replaced, twice
     assert not any(Path(folder).exists() for folder in folders)
@@ -190,12 +167,16 @@ def kill_supervisor(process: SandboxProcess) -> None:
 
 @pytest.mark.parametrize("confined", [True, False])
 def test_a_process_that_was_killed_between_calls_is_replaced(confined: bool) -> None:
-    """A worker that is not confined outlives its supervisor, and its channel stays open."""
-    work = WorkerSpec(name="the test", program=CASES, factory="of_no_judge", packages=False, confined=confined)
+    """A worker that is not confined would outlive its supervisor, and its channel stay open."""
+    work = WorkerSpec(name="the test", program=CASES, factory="look", packages=False, confined=confined)
     one = SandboxPool(work, workers=1, timeout=60)
     assert one.run(0).status == "ok"
     kill_supervisor(one.processes[0])
     assert one.run(0).status == "ok"
+    if not confined:  # and may kill it itself
+        folder = one.processes[0]._folder
+        assert one.run("kill supervisor").status == "died"
+        until_gone(folder)
     one.close()
 
 
@@ -221,19 +202,8 @@ def test_a_process_that_could_not_be_stopped_is_used_again(monkeypatch: pytest.M
         patch.setattr(SandboxProcess, "stop", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fresh.run(0)
-    found: list[str] = []
-    waiting = threading.Thread(target=lambda: found.append(fresh.run(0).status), daemon=True)
-    waiting.start()
-    waiting.join(120)
-    assert found == ["ok"]  # it does not wait forever for a free process
+    assert fresh.run(0).status == "ok"  # it does not wait forever for a free process
     fresh.close()
-
-
-def test_copies_start_their_own_processes(one: SandboxPool) -> None:
-    assert one.run(0).status == "ok"
-    copy = pickle.loads(pickle.dumps(one))
-    assert copy.limits == one.limits
-    assert copy.processes[0].pid is None
 
 
 ALONE = """
@@ -243,26 +213,27 @@ for name in ("rlhfkit", "rlhfkit.rewards"):  # as packages without what they imp
     sys.modules[name].__path__ = [sys.argv[1] + "/" + name.replace(".", "/")]
 from pathlib import Path
 from rlhfkit.rewards.sandbox import ResourceLimits, SandboxPool, WorkerSpec, process
-if sys.argv[5] == "without bubblewrap":
+if sys.argv[4] == "without bubblewrap":
     process.bubblewrap_works = lambda: False
-work = WorkerSpec(name="t", program=Path(sys.argv[2]), factory="look", arguments=("/",), packages=False)
+work = WorkerSpec(name="t", program=Path(sys.argv[2]), factory="look", packages=False)
 one = SandboxPool(work, workers=1, timeout=30, limits=ResourceLimits(memory_gib=0.5, processes=24))
 print(one.run(0).value["folder"], *one.isolation, flush=True)
-print(one.run(sys.argv[3], timeout=float(sys.argv[4])).status, flush=True)
+print(one.run("hide", timeout=float(sys.argv[3])).status, flush=True)
 """
 
 
-def alone(act: str, timeout: float, *before: str) -> subprocess.Popen[str]:
+def alone(timeout: float, *before: str) -> subprocess.Popen[str]:
+    """A trainer in whose sandbox a process hides."""
     root = str(Path(__file__).parents[3])
     python = "/usr/bin/python3" if before == tuple(WITHOUT_LANDLOCK) else sys.executable
-    command = [*before, python, "-c", ALONE, root, str(CASES), act, str(timeout)]
+    command = [*before, python, "-c", ALONE, root, str(CASES), str(timeout)]
     command.append("without bubblewrap" if before else "")
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 @LINUX
 def test_when_the_trainer_is_killed_everything_inside_ends() -> None:
-    with alone("hide", 60) as trainer:
+    with alone(60.0) as trainer:
         assert trainer.stdout is not None
         folder = trainer.stdout.readline().split()[0]
         until(Path(folder, "seen").exists)
@@ -272,20 +243,14 @@ def test_when_the_trainer_is_killed_everything_inside_ends() -> None:
 
 
 @LINUX
-@pytest.mark.parametrize("act", ["hide", "eat memory together", "kill supervisor", "nest folders"])
 @pytest.mark.long
-def test_the_whole_tree_is_hunted_down_without_any_layer(act: str) -> None:
-    """But for what is left of a worker that kills its supervisor: there the call ends, and that is all."""
+def test_the_whole_tree_is_hunted_down_without_any_layer() -> None:
     if os.geteuid() != 0 or subprocess.run([*WITHOUT_LANDLOCK, "true"], capture_output=True).returncode != 0:
         pytest.skip("not root, or without setpriv")
-    with alone(act, 60.0 if act != "hide" else 2.0, *WITHOUT_LANDLOCK) as trainer:
+    with alone(2.0, *WITHOUT_LANDLOCK) as trainer:
         assert trainer.stdout is not None
         folder, *layers = trainer.stdout.readline().split()
         assert set(layers) == {"network", "memory"}
-        assert trainer.stdout.readline() == {"hide": "timeout\n", "nest folders": "ok\n"}.get(act, "died\n")
-    if act == "kill supervisor":
-        until_gone(folder, but=1)
-        for process in processes_of(folder):
-            os.kill(process, signal.SIGKILL)
+        assert trainer.stdout.readline() == "timeout\n"
     until_gone(folder)
     assert not Path(folder).exists()

@@ -10,17 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from rl_runs import setup_run
 
 from rewards import worker_rewards
 from rewards.samples import sampled, scored
 from rewards.sandbox import misbehaving
-from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.data import Sample
 from rlhfkit.rewards import LastTurnReward, SandboxedReward, WeightedSum, exact_match
 from rlhfkit.rewards.base import RewardError, answer_reader, reward_metrics, score_samples, tell_progress
-from rlhfkit.rewards.sandbox import CallResult
-from rlhfkit.rewards.subprocesses import CallMetrics
 
 NAME = "rewards.sandbox.misbehaving.reward"
 
@@ -123,20 +119,6 @@ class Local:
         return [0.0] * len(batch)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"reward": "correct"}, "must be a dotted name such as 'my_rewards.correct', got 'correct'"),
-        ({"reward": "no_such_package.correct"}, "there is no module 'no_such_package'"),
-        ({"reward": 3}, "reward must be callable or a dotted name, got int"),
-        ({"reward": lambda batch: [0.0]}, "cannot be sent to another process"),
-    ],
-)
-def test_mistakes_are_named(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SandboxedReward(**{"reward": NAME} | arguments)
-
-
 def test_what_the_running_script_defines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import __main__
 
@@ -144,31 +126,3 @@ def test_what_the_running_script_defines_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(__main__, "Local", Local, raising=False)
     with pytest.raises(ValueError, match=r"defined in the script that is running: define it .* \(my_rewards\.py\)"):
         SandboxedReward(Local())
-
-
-def test_quantiles_are_those_of_the_calls() -> None:
-    metrics = CallMetrics("judge")
-    for seconds in range(101):
-        metrics.add(CallResult("ok" if seconds < 100 else "died", seconds=float(seconds)))
-    assert metrics.take() == {
-        "judge/timeout_fraction": 0.0,
-        "judge/failed_fraction": 1 / 101,
-        "judge/seconds_p50": 50.0,
-        "judge/seconds_p99": 99.0,
-    }
-    assert metrics.take() == {}
-
-
-def test_a_run_logs_how_calls_went_and_trains_on_the_others(tmp_path: Path) -> None:
-    rollouts = RolloutCallback(
-        SandboxedReward("rewards.sandbox.misbehaving.digits_or_death", workers=2, processes=8),
-        sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-    )
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
-    trainer.fit(module, data)
-    died = sum(sample.reward is None for sample in rollouts.samples)
-    assert 0 < died < len(rollouts.samples)
-    logged = trainer.callback_metrics
-    assert float(logged["digits_or_death/failed_fraction"]) == pytest.approx(died / len(rollouts.samples))
-    assert float(logged["rollout/unscored_fraction"]) == pytest.approx(died / len(rollouts.samples))
-    assert float(logged["digits_or_death/seconds_p99"]) > 0
