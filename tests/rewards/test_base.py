@@ -177,15 +177,23 @@ def test_what_a_reward_does_to_its_list_moves_nobodys_reward() -> None:
     assert scored(sorting, samples()) == [0.0, 1.0, 2.0]
 
 
-def test_async_reward_that_hangs_is_named_when_its_time_is_up() -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_async_reward_that_does_not_answer_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch, blocks: bool) -> None:
+    monkeypatch.setattr(base, "_CANCEL_SECONDS", 0.1 if blocks else 60.0)
+    given_up = threading.Event()
+
     async def judge(_: list[Sample]) -> list[float]:
+        if blocks:  # its event loop
+            given_up.wait(60)
         await asyncio.sleep(60)
         return []
 
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"reward 'judge' did not answer within 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"reward 'judge' did not answer within 0\.05 s") as caught:
         score_samples(judge, samples(), timeout=0.05)
+    assert ("could not be cancelled" in str(caught.value)) == blocks
     assert time.monotonic() - start < 30
+    given_up.set()
 
 
 def test_weighted_sums_nest_and_log_each_part_unweighted() -> None:
@@ -217,13 +225,6 @@ def test_missing_part_makes_the_total_missing_or_is_left_out() -> None:
     assert math.isnan(batch[0].reward_parts["unsure"])
     assert scored(WeightedSum(parts, missing="skip"), batch) == [0.0, 2.0, 2.0]
     assert scored(WeightedSum(only=lambda _: [None] * 3, missing="skip"), batch) == [None] * 3
-
-
-def test_bad_weighted_sums_are_rejected() -> None:
-    with pytest.raises(ValueError, match="at least one part"):
-        WeightedSum()
-    with pytest.raises(TypeError, match="part 'a' must be a callable"):
-        WeightedSum(a=3)  # type: ignore[arg-type]
 
 
 def test_rewards_are_readable_from_a_configuration_file() -> None:
@@ -324,20 +325,3 @@ def test_quick_and_bounded_rewards_are_not_warned_of(caplog: pytest.LogCaptureFi
     score_samples(WeightedSum(a=Bounded()), of_two_prompts(), warn_after=0.01)
     score_samples(lambda batch: [0.0] * len(batch), of_two_prompts(), warn_after=60)
     assert not caplog.records
-
-
-def test_async_reward_that_blocks_its_loop_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_CANCEL_SECONDS", 0.1)
-
-    given_up = threading.Event()
-
-    async def blocking(batch: list[Sample]) -> list[float]:
-        given_up.wait(60)
-        await asyncio.sleep(0)
-        return [1.0] * len(batch)
-
-    start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"'blocking' did not answer within 0\.1 s and could not be cancelled"):
-        score_samples(blocking, of_two_prompts(), timeout=0.1)
-    assert time.monotonic() - start < 30
-    given_up.set()

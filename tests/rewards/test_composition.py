@@ -1,7 +1,8 @@
-"""Weighted sums whose parts are normalised, and metrics of rewards."""
+"""Weighted sums whose parts are normalised, metrics of rewards, and rewards of episodes."""
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 from rewards.samples import sampled, scored
-from rlhfkit.data import Sample
+from rlhfkit.data import Prompt, Sample
 from rlhfkit.losses import gdpo_advantages, group_advantages
-from rlhfkit.rewards import WeightedSum
+from rlhfkit.rewards import EnvironmentReward, LastTurnReward, WeightedSum, exact_match
 from rlhfkit.rewards.base import mean_metrics, reward_metrics, tell_progress
 
 VALUES = {
@@ -48,12 +49,7 @@ def test_a_missing_value_stays_missing_and_a_lone_sample_keeps_its_value() -> No
     assert scored(reward, samples((1, 1, 1, 2))) == [pytest.approx(-side), None, pytest.approx(side), 7.0]
 
 
-def test_what_normalises_is_checked() -> None:
-    with pytest.raises(TypeError, match="normalize must be a function of values and group ids, got 'group'"):
-        WeightedSum(a=part("flat"), normalize="group")
-    for swapped in (lambda group, values: values, lambda values, ids: values):
-        with pytest.raises(TypeError, match=r"needed is a function \(values, group\)"):
-            WeightedSum(a=part("flat"), normalize=swapped)
+def test_what_normalises_returns_is_checked() -> None:
     with pytest.raises(ValueError, match=r"returned shape \(\) for the 6 values of 'a'"):
         scored(WeightedSum(a=part("flat"), normalize=lambda values, group: values.sum()), samples())
 
@@ -92,3 +88,44 @@ def test_the_example_of_weights_that_change_over_training() -> None:
         tell_progress(reward, step=step, epoch=0)
         totals += scored(reward, samples((0,)))
     assert totals == [1.25, 0.75, 0.25]
+
+
+# ---------------------------------------------------------------------- of episodes
+
+
+def episode(reward: float | None, last: str = "4", finish: Any = "stop", failed: bool = False) -> Sample:
+    """Said "1", was told "4", said ``last``."""
+    info = {"reward": reward, "failed": failed, "last_text": last}
+    prompt = Prompt(0, [9], answer="4")
+    return Sample(
+        prompt, 0, [1, 4, 2], [-1.0, 0.0, -1.0], [0] * 3, finish, action_mask=[True, False, True], text="14" + last,
+        token_rewards=[0.25, 0.0, 0.5], info=info,
+    )  # fmt: skip
+
+
+def test_what_the_environment_said_is_no_answer_of_the_policy() -> None:
+    samples = [episode(0.0, last="4"), episode(0.0, last="5"), episode(None, last="4", failed=True)]
+    assert scored(LastTurnReward(exact_match), samples) == [1.0, 0.0, None]
+    assert samples[0].reward_parts == {"exact_match": 1.0}
+    assert samples[0].text == "144"
+
+
+def test_parts_and_metrics_of_a_reward_inside_are_kept() -> None:
+    class Length:
+        def __call__(self, samples: Sequence[Sample]) -> list[float]:
+            return [float(len(sample.text)) for sample in samples]
+
+        def metrics(self) -> dict[str, float]:
+            return {"length/failed_fraction": 0.5}
+
+    samples = [episode(0.5, last="44")]
+    inside = LastTurnReward(WeightedSum(length=(Length(), 2.0)))
+    reward = WeightedSum(episode=EnvironmentReward(), rest=inside)
+    assert scored(reward, samples) == [0.5 + 2.0 * 2]
+    assert samples[0].reward_parts == {"length": 2.0, "episode": 0.5, "rest": 4.0}
+    assert reward_metrics(reward) == {"length/failed_fraction": 0.5}
+
+
+def test_samples_of_no_environment_are_named() -> None:
+    with pytest.raises(ValueError, match="give RolloutCallback"):
+        EnvironmentReward()([sampled()])

@@ -75,15 +75,9 @@ def test_another_tokenizer_is_found_out(folder: Path) -> None:
         reward(given[2:3])
 
 
-def test_mistakes_are_named(folder: Path) -> None:
+def test_a_model_without_a_score_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"LlamaForCausalLM; needed is a ...ForSequenceClassification with 1 labels"):
         ModelReward(str(folder / "policy"))(tokenized(*TEXTS))
-    with pytest.raises(
-        ValueError, match="dtype must be the name of a torch type such as 'bfloat16', got 'half precision'"
-    ):
-        ModelReward("unused", dtype="half precision")
-    with pytest.raises(ValueError, match="separator must have at least one character"):
-        ProcessModelReward("unused", separator="")
 
 
 # ---------------------------------------------------------------------- of processes

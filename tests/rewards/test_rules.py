@@ -71,12 +71,6 @@ def test_format_reward() -> None:
     assert FormatReward(pattern, whole=False)([sampled("so " + good), sampled("<answer>5</answer>")]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("reward", [FormatReward, lambda pattern: ExactMatch(pattern=pattern)])
-def test_broken_pattern_is_rejected_when_written(reward: object) -> None:
-    with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
-        reward("(")
-
-
 def test_length_penalty_is_dapos_equation_13_of_the_policys_tokens() -> None:
     """Soft zone of 4 in front of 10: free up to 6, -1/4 per token behind, -1 from 10 on."""
     reward = LengthPenalty(max_length=10, soft_zone=4)
@@ -123,13 +117,6 @@ def test_tags_are_counted_as_open_r1_counts_them() -> None:
     assert TagCount(["<a>", "</a>"])([sampled("<a>x</a>"), sampled("<a><a></a>")]) == [1.0, 0.5]
 
 
-def test_tags_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="tags must be texts that are not empty"):
-        ReasoningFormat("")
-    with pytest.raises(ValueError, match="tags must be a list of texts"):
-        TagCount("<a>")
-
-
 def test_cosine_runs_between_the_papers_values() -> None:
     """Table of hyperparameters in arXiv:2502.03373: +2 to +1 if right, -10 to 0 if wrong, -10 at the limit."""
     reward = CosineLength(exact_match, max_length=8)
@@ -149,11 +136,9 @@ def test_cosine_gives_open_r1s_numbers() -> None:
         assert wrong == pytest.approx(-0.5 + 0.5 * (-1.0 + 0.5) * (1.0 + cosine))
 
 
-def test_a_sample_without_a_grade_has_no_reward_and_values_are_checked() -> None:
+def test_a_sample_without_a_grade_has_no_reward_and_a_threshold_decides_what_is_right() -> None:
     assert CosineLength(lambda samples: [None], 8)([sampled()]) == [None]
     assert CosineLength(lambda samples: [0.5], 8, success_threshold=0.5)([sampled(tokens=())]) == [2.0]
-    with pytest.raises(TypeError, match="got int"):
-        CosineLength(3, 8)
 
 
 @pytest.mark.parametrize(

@@ -258,22 +258,18 @@ def test_a_single_call_has_a_time_limit_of_its_own(reward: Any) -> None:
     assert asyncio.run(asked()) == b'{"rewards":[]}'
 
 
-def test_a_server_that_has_failed_a_thousand_times_has_failed_no_worse() -> None:
-    dead = Endpoint("http://127.0.0.1:1")
-    for _ in range(1100):
-        with pytest.raises(ServerUnavailable), dead.in_use():
-            raise ServerUnavailable("down")
-    assert (dead.outstanding, dead.failures) == (0, 1100)
-    assert 30 < dead.cooldown_until - time.monotonic() <= 60
-
-
-def test_a_server_that_asked_for_rest_is_not_the_next_to_be_asked() -> None:
-    busy, idle = Endpoint("http://127.0.0.1:1"), Endpoint("http://127.0.0.1:2")
-    with pytest.raises(ServerUnavailable), busy.in_use():
-        raise ServerUnavailable("busy", retry_after=30.0)
+@pytest.mark.parametrize(("times", "asked", "least", "most"), [(1, 30.0, 5, 30), (1100, 0.0, 30, 60)])
+def test_a_server_that_asked_for_rest_or_failed_a_thousand_times_is_not_the_next_to_be_asked(
+    times: int, asked: float, least: int, most: int
+) -> None:
+    failing, idle = Endpoint("http://127.0.0.1:1"), Endpoint("http://127.0.0.1:2")
+    for _ in range(times):
+        with pytest.raises(ServerUnavailable), failing.in_use():
+            raise ServerUnavailable("busy", retry_after=asked)
     with idle.in_use(), idle.in_use():
-        assert least_outstanding([busy, idle], set()) is idle
-    assert 5 < busy.cooldown_until - time.monotonic() <= 30
+        assert least_outstanding([failing, idle], set()) is idle
+    assert (failing.outstanding, failing.failures) == (0, times)
+    assert least < failing.cooldown_until - time.monotonic() <= most
 
 
 def test_all_waiting_ends_at_the_time_limit(nobody: str) -> None:
