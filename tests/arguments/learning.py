@@ -8,20 +8,11 @@ import lightning as L
 import pytest
 import torch
 from lazy_module import LazyModule
+from modules.data_runs import SOURCES, row
 from tiny_models import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from rlhfkit import (
-    LocalEngine,
-    PreferenceDataModule,
-    PromptDataModule,
-    RolloutCallback,
-    Sample,
-    SamplingSpec,
-    SFTDataModule,
-    StepwiseDataModule,
-    UnpairedPreferenceDataModule,
-)
+from rlhfkit import LocalEngine, PromptDataModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.models.forward import unwrap
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 
@@ -80,27 +71,13 @@ def scored(samples: Sequence[Sample]) -> list[float]:
     ]
 
 
-def texts(**arguments: Any) -> SFTDataModule:
-    rows = [{"prompt": f"{i}+{i}=", "completion": "x" * (i % 3) + str(2 * i)} for i in range(4)]
-    return SFTDataModule(rows, **{"micro_batch_size": 2, "validation_data": rows[:2]} | arguments)
-
-
 def data_for(kind: str) -> L.LightningDataModule:
-    """Four rows in micro-batches of two."""
-    rows = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": "y" * (i % 3 + 1)} for i in range(4)]
-    sizes: dict[str, Any] = {"micro_batch_size": 2}
-    if kind == "pairs":
-        return PreferenceDataModule(rows, validation_data=rows[:2], **sizes)
-    if kind == "unpaired":
-        labelled = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2} for i, r in enumerate(rows)]
-        return UnpairedPreferenceDataModule(labelled, validation_data=labelled[:2], **sizes)
-    if kind == "steps":
-        steps = [{"prompt": "1?", "completions": ["a", "b" * i], "labels": [1, i % 2]} for i in range(1, 5)]
-        return StepwiseDataModule(steps, validation_data=steps[:2], **sizes)
+    """Four rows in micro-batches of two, or eight prompts."""
+    rows = [row(kind, i) for i in range(1, 9)]
     if kind == "prompts":
-        prompts = [{"prompt": f"{i}+{i}="} for i in range(8)]
-        return PromptDataModule(prompts, rollout_batch_size=4, micro_batch_size=4)
-    return texts()
+        return PromptDataModule(rows, rollout_batch_size=4, micro_batch_size=4)
+    module: L.LightningDataModule = SOURCES[kind](rows[:4], validation_data=rows[:2], micro_batch_size=2)
+    return module
 
 
 class Watch(L.Callback):

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lazy_module import LazyModule
-from tiny_models import tiny_tokenizer
+from tiny_models import chat_tokenizer, tiny_tokenizer
 from torch import Tensor
 
 from rlhfkit import (
@@ -64,9 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (place / "wide.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wide()))
         (place / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wide()[:4]))
         tiny_tokenizer().save_pretrained(place / "plain")
-        chat = tiny_tokenizer()
-        chat.chat_template = TEMPLATE
-        chat.save_pretrained(place / "chat")
+        chat_tokenizer(TEMPLATE).save_pretrained(place / "chat")
         yield place
 
 
@@ -118,6 +116,7 @@ VALIDATED: dict[str, Any] = {"validation_data": "@other.jsonl", "validation_spli
 CHATTED: dict[str, Any] = {"tokenizer": "@chat", "prompt": "q1", "completion": "a1", "text": None}
 LIMITED: dict[str, Any] = {"max_tokens_per_micro_batch": 32, "micro_batch_size": None, "max_length": 8}
 TOKENS: dict[str, Any] = {"input_ids": "i1", "text": None}
+STREAM = {"streaming": True, "steps_per_epoch": 1}
 EXAMPLES: dict[str, Change | Unseen] = {
     "data": Change("@other.jsonl"),
     "prompt": Change("q2", given=ANSWERS),
@@ -147,6 +146,10 @@ EXAMPLES: dict[str, Change | Unseen] = {
     "tokenizer": Change("@chat", given=ANSWERS),
     "cache_dir": Change("@tokens"),
     "num_proc": Unseen("the same examples, made by more processes: tests/datamodules/tokenization/test_cache.py"),
+    "streaming": Unseen("the same rows in another order, or refused: tests/datamodules/test_streaming.py"),
+    "steps_per_epoch": Change(2, given=STREAM),
+    "shuffle_buffer_size": Change(1, given=STREAM),
+    "passes": Change(1, given=STREAM | {"steps_per_epoch": 3}),
 }
 PAIRS: dict[str, Any] = {"prompt": "q1", "chosen": "a1", "rejected": "b1", "text": None}
 LABELLED: dict[str, Any] = {"prompt": "q1", "completion": "a1", "label": "l1", "text": None}
@@ -165,16 +168,6 @@ def with_least(rows: Rows, least: Mapping[str, Any], **changed: Change | Unseen)
             row = Change(row.value, {**least, **kept}, row.around, row.built, row.refused)
         made[name] = row
     return made | changed
-
-
-STREAM = {"streaming": True, "steps_per_epoch": 1}
-STREAMED: Rows = {
-    "streaming": Unseen("the same rows in another order, or refused: tests/datamodules/test_streaming.py"),
-    "steps_per_epoch": Change(2, given=STREAM),
-    "shuffle_buffer_size": Change(1, given=STREAM),
-    "passes": Change(1, given=STREAM | {"steps_per_epoch": 3}),
-}
-"""Arguments of streams."""
 
 
 OTHER_COLUMNS = {
@@ -229,13 +222,6 @@ TABLE: dict[type, Rows] = {
         "until": Change("first"),
     },
 }
-for kind, least in (
-    (SFTDataModule, TEXT),
-    (PreferenceDataModule, PAIRS),
-    (StepwiseDataModule, STEPS),
-    (UnpairedPreferenceDataModule, LABELLED),
-):
-    TABLE[kind] |= with_least(STREAMED, least)
 LEAST_OF: dict[type, dict[str, Any]] = {
     Mixture: {"weights": [("@wide.jsonl", 1.0), ("@other.jsonl", 1.0)], "until": "all"},
 }

@@ -21,7 +21,6 @@ from rlhfkit import (
     LoRA,
     NonFiniteGuard,
     Oversampling,
-    Prompt,
     PromptDataModule,
     ReplayBuffer,
     RolloutCallback,
@@ -35,7 +34,6 @@ from rlhfkit import (
 from rlhfkit.callbacks import Alarms, Invariants, Probe, RolloutDump, RunReport, SampleTable, SharedDevices
 from rlhfkit.callbacks.rollout.part import RolloutPart
 from rlhfkit.datamodules.prompts.curriculum import ByColumn
-from rlhfkit.rollout import GroupSampler
 
 from . import learning, test_datamodules, test_engines, test_modules
 from .table import Change, Rows, Unseen, arguments_of, check_none_is_ignored, observed, quiet_trainer
@@ -59,28 +57,6 @@ def turns(sample: Sample) -> float:
 def seldom(samples: Sequence[Sample]) -> list[float]:
     """Differs in groups of odd prompts only."""
     return [float(sample.sample_index * (sample.prompt.index % 2)) for sample in samples]
-
-
-class Cut(LocalEngine):
-    """Says that all of its answers were cut off."""
-
-    def generate(self, *arguments: Any, **more: Any) -> list[Sample]:
-        samples = super().generate(*arguments, **more)
-        for sample in samples:
-            sample.finish_reason = "length"
-        return samples
-
-
-async def first_tokens(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
-    """The beginnings of answers."""
-    return [sampler.cut(sample, 1) for sample in await sampler.sample(prompt, size)]
-
-
-class Infinite(GRPOModule):
-    """Has no finite loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) * float("inf")
 
 
 class Samples(L.Callback):
@@ -153,11 +129,10 @@ def put_together(folder: Path, kind: type, given: dict[str, Any], around: Mappin
         rollouts["reward"] = seldom
     callback = RolloutCallback(**(rollouts | given if kind is RolloutCallback else rollouts))
     extra = [kind(**given)] if issubclass(kind, L.Callback) and kind is not RolloutCallback else []
-    made = Infinite if around.get("infinite") else GRPOModule
     prompts = kind if issubclass(kind, PromptDataModule) else PromptDataModule
     lora = LoRA(rank=2) if around.get("lora") else None
     return {
-        "module": made(str(folder / "model"), lr=0.03, lora=lora),
+        "module": GRPOModule(str(folder / "model"), lr=0.03, lora=lora),
         "data": prompts(**(data | given if issubclass(kind, PromptDataModule) else data)),
         "callbacks": [callback, *extra],
     }
@@ -231,8 +206,8 @@ TABLE: dict[type, Rows] = {
     },
     RolloutCallback: {
         "reward": Change(longest),
-        "engine": Change(Cut()),
-        "group": Change(first_tokens),
+        "engine": Unseen("every run with another engine: tests/callbacks/rollout"),
+        "group": Unseen("runs with groups of functions: tests/rollout/test_groups.py"),
         "sampling": Change(SamplingSpec(**SAMPLING | {"max_new_tokens": 2})),
         "rollout_timeout": Unseen("seconds: tests/callbacks/rollout/test_async_rollouts.py"),
         "parts": Change([Oversampling(0.5)]),
@@ -272,7 +247,7 @@ TABLE: dict[type, Rows] = {
         "keep": Change(1, given={"every_n_epochs": 1}),
     },
     NonFiniteGuard: {
-        "max_skipped_updates": Change(1, around={"infinite": True}, refused=True),
+        "max_skipped_updates": Unseen("updates that are not finite: tests/callbacks/test_guard.py"),
         "folder": Unseen("where batches are written when a run stops: tests/callbacks/test_guard.py"),
     },
     Invariants: {"compares_groups": Unseen("what is checked, not what is done: tests/callbacks/test_dump.py")},
@@ -294,8 +269,6 @@ LEAST: dict[type, dict[str, Any]] = {
     HFExport: {"folder": "@here"},
     RolloutDump: {"folder": "@here"},
     RunReport: {"path": "@here.html"},
-    DynamicSampling: {},
-    ReplayBuffer: {},
 }
 
 
