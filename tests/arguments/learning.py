@@ -73,10 +73,10 @@ def scored(samples: Sequence[Sample]) -> list[float]:
 
 def data_for(kind: str) -> L.LightningDataModule:
     """Four rows in micro-batches of two, or eight prompts."""
-    rows = [row(kind, i) for i in range(1, 9)]
     if kind == "prompts":
-        return PromptDataModule(rows, rollout_batch_size=4, micro_batch_size=4)
-    module: L.LightningDataModule = SOURCES[kind](rows[:4], validation_data=rows[:2], micro_batch_size=2)
+        return PromptDataModule([row(kind, i) for i in range(8)], rollout_batch_size=4, micro_batch_size=4)
+    rows = [row(kind, i) for i in range(1, 5)]
+    module: L.LightningDataModule = SOURCES[kind](rows, validation_data=rows[:2], micro_batch_size=2)
     return module
 
 

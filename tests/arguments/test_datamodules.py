@@ -44,12 +44,7 @@ def wide() -> list[dict[str, Any]]:
             row |= {f"i{copy}": ids, f"y{copy}": [-100, *ids[1:-copy], *[-100] * copy], f"w{copy}": [0, 1, 1, copy % 2]}
             row |= {f"v{copy}": [True, copy == 1], f"k{copy}": f"{asked}!{said}!"}
             chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-            row |= {
-                f"e{copy}": f"{said}<eos>x",
-                f"c{copy}": chat,
-                f"p{copy}": f"{asked}{said}",
-                f"d{copy}": (i * copy) % 4,
-            }
+            row |= {f"e{copy}": f"{said}<eos>x", f"c{copy}": chat, f"d{copy}": (i * copy) % 4}
         rows.append(row)
     return rows
 
@@ -170,23 +165,9 @@ def with_least(rows: Rows, least: Mapping[str, Any], **changed: Change | Unseen)
     return made | changed
 
 
-OTHER_COLUMNS = {
-    "completion": "a1",
-    "messages": "c1",
-    "text": "t1",
-    "input_ids": "i1",
-    "labels": "y1",
-    "loss_mask": "w1",
-}
-
-
-def refused(least: Mapping[str, Any], *names: str) -> dict[str, Change]:
-    """Columns of other data."""
-    return {name: Change(OTHER_COLUMNS[name], given=least, refused=True) for name in names}
-
-
-def seen(least: Mapping[str, Any], **values: Any) -> dict[str, Change]:
-    return {name: Change(value, given=least) for name, value in values.items()}
+def columns(least: Mapping[str, Any], refused: bool = False, **values: Any) -> dict[str, Change]:
+    """Of a kind of data, or of another one."""
+    return {name: Change(value, given=least, refused=refused) for name, value in values.items()}
 
 
 MARKED = {"text": "k1", "labels": "v1", "step_token": "!"}
@@ -195,27 +176,29 @@ TABLE: dict[type, Rows] = {
     PreferenceDataModule: with_least(
         EXAMPLES,
         PAIRS,
-        **seen(PAIRS, chosen="a2", rejected="b2", margin="g1"),
+        **columns(PAIRS, chosen="a2", rejected="b2", margin="g1"),
         special_tokens_in_text=Change("escape", given=PAIRS | {"chosen": "e1"}),
-        **refused(PAIRS, "completion", "messages", "text", "input_ids", "labels", "loss_mask"),
+        **columns(
+            PAIRS, refused=True, completion="a1", messages="c1", text="t1", input_ids="i1", labels="y1", loss_mask="w1"
+        ),
     ),
     UnpairedPreferenceDataModule: with_least(
         EXAMPLES,
         LABELLED,
-        **seen(PAIRS, chosen="a2", rejected="b2"),
+        **columns(PAIRS, chosen="a2", rejected="b2"),
         label=Change("l2", given=LABELLED),
         special_tokens_in_text=Change("escape", given=LABELLED | {"completion": "e1"}),
-        **refused(LABELLED, "messages", "text", "input_ids", "labels", "loss_mask"),
+        **columns(LABELLED, refused=True, messages="c1", text="t1", input_ids="i1", labels="y1", loss_mask="w1"),
     ),
     StepwiseDataModule: with_least(
         EXAMPLES,
         STEPS,
-        **seen(STEPS, completions="s2", labels="v2", separator=";"),
+        **columns(STEPS, completions="s2", labels="v2", separator=";"),
         special_tokens_in_text=Change("escape", given=STEPS | {"prompt": "e1"}),
         overlong=Change("drop", given=STEPS | {"max_length": 9}),
         text=Change("k2", given=MARKED),
         step_token=Change("=", given=MARKED, refused=True),
-        **refused(STEPS, "completion", "messages", "input_ids", "loss_mask"),
+        **columns(STEPS, refused=True, completion="a1", messages="c1", input_ids="i1", loss_mask="w1"),
     ),
     Mixture: {
         "weights": Change([("@wide.jsonl", 3.0), ("@other.jsonl", 1.0)]),
