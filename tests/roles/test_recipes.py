@@ -15,7 +15,6 @@ from tiny_models import tiny_model
 from rlhfkit import LocalEngine, ModelPool, Placement, PPOModule, RolloutCallback, SamplingSpec, VLLMPool
 from rlhfkit.models import load_scalar_model, load_tokenizer
 from rlhfkit.modules.parts import Reference, RewardModel
-from rlhfkit.parts import model_elsewhere
 from rlhfkit.strategies.ray.launcher import RayLauncher
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -71,24 +70,19 @@ def test_all_roles_with_the_trainer_need_no_ray(folder: Path, monkeypatch: pytes
     placement.close()
 
 
-def test_all_roles_separate(folder: Path, apart: tuple[Placement, VLLMPool]) -> None:
-    placement, engine = apart
-    module = learn(folder, placement, engine)
-    assert engine.reserved is not None
-    assert [row.role for row in placement.plan] == ["trainer", "engines", "reference", "reward", "critic"]
-    for pool in (model_elsewhere(module.parts, "reference"), module.scorer.by_name[""]):
-        assert "Replica" not in str(pool.plain())
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1], ids=["hybrid", "async"])
-def test_the_reference_with_the_trainer_and_the_reward_model_apart(
-    folder: Path, apart: tuple[Placement, VLLMPool], max_staleness: int
+@pytest.mark.parametrize("recipe", ["separate", "hybrid", "async"])
+def test_roles_apart_from_the_trainer_or_with_it_as_the_recipe_says(
+    folder: Path, apart: tuple[Placement, VLLMPool], recipe: str
 ) -> None:
-    placement = Placement(trainer=1, engines=PART, reference=WITH, reward=PART, critic=WITH)
-    module = learn(folder, placement, apart[1], parts=ahead(max_staleness))
-    assert module.scorer.by_name[""] is not None
-    assert sum(row.machines == {} for row in placement.plan) == 2
-    placement.close()
+    placement, engine = apart
+    if recipe != "separate":
+        placement = Placement(trainer=1, engines=PART, reference=WITH, reward=PART, critic=WITH)
+    module = learn(folder, placement, engine, parts=ahead(int(recipe == "async")))
+    assert isinstance(module.scorer.by_name[""], ModelPool)
+    inside = {row.role for row in placement.plan if not row.machines}
+    assert inside == ({"critic"} if recipe == "separate" else {"critic", "reference"})
+    if recipe != "separate":
+        placement.close()
 
 
 def test_ranks_of_ray_start_on_what_the_plan_holds(tmp_path: Path, ray_session: None) -> None:
