@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhfkit.data import Experience, Prompt, Sample
-from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model, policy_output
+from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model
 from rlhfkit.models.heads import ROW_TOLERANCES, row_difference
 from rlhfkit.models.load import precision_dtype
 
@@ -42,14 +42,6 @@ def test_a_policy_can_generate_as_any_model_of_transformers(folder: str, padded:
         for attention in (None, "eager")
     ]
     assert torch.equal(*made)
-
-
-def test_a_batch_without_selected_tokens_still_has_a_graph(folder: str) -> None:
-    model = load_causal_lm(folder)
-    batch = experience([(3, 5)])
-    out = policy_output(model, batch, torch.zeros_like(batch.action_mask))
-    out.logprobs.sum().backward()
-    assert all((parameter.grad == 0).all() for parameter in model.parameters() if parameter.grad is not None)
 
 
 def test_a_folder_that_does_not_exist_is_named() -> None:

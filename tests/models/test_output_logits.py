@@ -37,11 +37,10 @@ def texts() -> TokenBatch:
     return collate_tokens([TokenExample(row, [False] + [True] * (len(row) - 1)) for row in rows])
 
 
-def by_transformers(model: Any, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of the trained tokens and entropies, from the model's own logits, one sequence at a time."""
+def by_transformers(model: Any, batch: TokenBatch, temperature: float = 1.0) -> Tensor:
+    """Log-probs of the trained tokens from the model's own logits, one sequence at a time."""
     rows = zip(batch.input_ids, batch.attention_mask, strict=True)
-    logprobs, entropies = zip(*(alone(model, ids[real], temperature) for ids, real in rows), strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    return torch.cat([alone(model, ids[real], temperature)[0] for ids, real in rows])
 
 
 def widths(model: Any) -> list[int]:
@@ -52,33 +51,30 @@ def widths(model: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_logprobs_entropy_and_gradients_are_those_of_the_models_own_logits_without_building_them(
+def test_log_probs_are_those_of_the_models_own_logits_without_building_them_and_values_those_of_its_hidden_states(
     folders: Folders, name: str
 ) -> None:
-    batch, found = texts(), []
-    for fused in (True, False):
-        model = loaded(folders[name], dtype=torch.float64)
-        seen = widths(model)
-        if fused:
-            out = policy_output(model, batch, batch.loss_mask, temperature=0.7, entropy=True)
-            assert out.entropy is not None
-            logprobs, entropy = out.logprobs[batch.loss_mask], out.entropy[batch.loss_mask]
-            assert seen == [2]  # log-probs and entropies; dense are 128
-        else:
-            logprobs, entropy = by_transformers(model, batch, 0.7)
-        (logprobs * torch.linspace(0.5, 2.0, len(logprobs)) + 0.3 * entropy).sum().backward()
-        found.append([logprobs.detach(), entropy.detach(), *(one.grad for one in model.parameters())])
+    """Entropies and gradients are in ``test_families.py``."""
+    model, batch = loaded(folders[name]), texts()
+    add_value_head(model)
+    model.value_head.weight.data *= 1000.0
+    seen = widths(model)
+    out = policy_output(model, batch, batch.loss_mask, temperature=0.7, entropy=True, values=True)
+    assert seen == [3]  # log-probs, entropies and values; dense are 128
     assert output_logits(model) == KNOWN[name]
-    assert found[1][0].std() > 0.3
+    hidden = model.base_model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    values = model.value_head(hidden.last_hidden_state)[:, :-1, 0]
+    assert out.values is not None
+    torch.testing.assert_close(out.values[batch.loss_mask], values[batch.loss_mask], rtol=1e-4, atol=1e-3)
     # Families compute norms, rotations and recurrences in float32, whose sums depend on the padding.
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    expected = by_transformers(model, batch, 0.7)
+    torch.testing.assert_close(out.logprobs[batch.loss_mask], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_float32_logprobs_lose_nothing_on_the_way_through_a_cap(folders: Folders) -> None:
-    model = loaded(folders["gemma2"])
-    batch = texts()
+    model, batch = loaded(folders["gemma2"]), texts()
     out = policy_output(model, batch, batch.loss_mask).logprobs[batch.loss_mask]
-    torch.testing.assert_close(out, by_transformers(model, batch, 1.0)[0], rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(out, by_transformers(model, batch), rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
@@ -96,22 +92,6 @@ def test_a_student_and_a_teacher_are_compared_by_their_own_logits(folders: Folde
         expected = torch.cat([model(input_ids=ids[real][None]).logits[0, :-1] for ids, real in rows])
     torch.testing.assert_close(teacher(slice(None))[0], expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(student, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["gemma2", "cohere", "granite"])
-def test_a_value_head_reads_the_hidden_states_of_the_trunk(folders: Folders, name: str) -> None:
-    model: Any = loaded(folders[name])
-    add_value_head(model)
-    model.value_head.weight.data *= 1000.0
-    batch = texts()
-    out = policy_output(model, batch, batch.loss_mask, values=True)
-    assert out.values is not None
-    hidden = model.base_model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-    expected = model.value_head(hidden.last_hidden_state)[:, :-1, 0]
-    torch.testing.assert_close(out.values[batch.loss_mask], expected[batch.loss_mask], rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(
-        out.logprobs[batch.loss_mask], by_transformers(model, batch, 1.0)[0], rtol=1e-4, atol=1e-4
-    )
 
 
 @pytest.mark.parametrize("stepwise", [False, True])
@@ -150,8 +130,6 @@ def test_the_logits_of_code_that_is_not_transformers_are_computed_by_it(caplog: 
         for _ in range(2):
             out = policy_output(model, batch, batch.loss_mask)
     assert [record.getMessage().partition(" may not be")[0] for record in caplog.records] == ["the logits of OddLogits"]
-    torch.testing.assert_close(
-        out.logprobs[batch.loss_mask], by_transformers(model, batch, 1.0)[0], rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(out.logprobs[batch.loss_mask], by_transformers(model, batch), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="a value head is not supported for OddLogits"):
         add_value_head(model)
