@@ -1,7 +1,7 @@
 """What kernels for sequences of different lengths are given, against attention to one sequence at a time.
 
-They have no CPU build. ``varlen_reference.py`` takes their place with their signatures; on a GPU, the tests marked
-``cuda`` and ``make gpu-check`` run them. Covers layout.py and packed.py too.
+They have no CPU build. ``varlen_reference.py`` takes their place with their signatures; on a GPU those marked ``cuda``
+try them, and ``gpu/test_attention.py`` in models. Covers layout.py and packed.py too.
 """
 
 import functools
@@ -115,22 +115,17 @@ def group_batch() -> Experience:
 def test_a_model_gives_what_the_padded_model_gives(folder: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradient checkpointing the trial of a kernel runs within a layer whose activations are not kept."""
     plug_in(monkeypatch, *KERNELS)
-    for checkpointing, batch in (
-        (True, group_batch()),
-        (False, experience([(3, 5), (7, 1), (1, 9)])),
-        (False, experience([(1, 1)])),
-    ):
-        results = []
-        for packed in (True, False):
-            how = ModelLoading(attention=None if packed else "sdpa", gradient_checkpointing=checkpointing)
-            model: Any = load_causal_lm(folder, dtype=torch.float64, loading=how)
-            if packed:
-                model.config._attn_implementation = PACKED_ATTENTIONS[kernel]
-            out = policy_output(model, batch, batch.action_mask, entropy=True)
-            (out.logprobs + out.entropy).sum().backward()
-            results.append([out.logprobs, out.entropy, *(parameter.grad for parameter in model.parameters())])
-        for mine, padded in zip(*results, strict=True):
-            torch.testing.assert_close(mine, padded, rtol=1e-5, atol=1e-6)  # log-probs are float32
+    batch, results = group_batch(), []
+    for packed in (True, False):
+        how = ModelLoading(attention=None if packed else "sdpa", gradient_checkpointing=True)
+        model: Any = load_causal_lm(folder, dtype=torch.float64, loading=how)
+        if packed:
+            model.config._attn_implementation = PACKED_ATTENTIONS[kernel]
+        out = policy_output(model, batch, batch.action_mask, entropy=True)
+        (out.logprobs + out.entropy).sum().backward()
+        results.append([out.logprobs, out.entropy, *(parameter.grad for parameter in model.parameters())])
+    for mine, padded in zip(*results, strict=True):
+        torch.testing.assert_close(mine, padded, rtol=1e-5, atol=1e-6)  # log-probs are float32
 
 
 def test_the_installed_varlen_attn_takes_what_it_is_given() -> None:
@@ -357,38 +352,13 @@ def test_fewer_key_heads_are_repeated_where_fused_kernels_would_refuse_them(monk
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kernel", [*KERNELS, "buckets", "auto"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_kernels_on_a_gpu_equal_float32_on_the_cpu(kernel: str, dtype: torch.dtype) -> None:
-    if kernel in KERNELS:
-        if dtype not in varlen.HALF:
-            pytest.skip("half precision only")
-        try:
-            varlen.KERNELS[kernel].load()
-        except ImportError as error:
-            pytest.skip(str(error))
-    lengths, shared = [300, 411, 7, 500, 1, 130, 64], [0, 200, 7, 3, 0, 0, 64]
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_on_a_gpu_pass_their_trial(kernel: str, dtype: torch.dtype) -> None:
+    try:
+        function = varlen.KERNELS[kernel].load()
+    except ImportError as error:
+        pytest.skip(str(error))
     for heads, key_heads, size in [(4, 4, 64), (8, 2, 128), (4, 1, 80), (4, 2, 256)]:
-        shapes = [(1, count, sum(lengths) - sum(shared), size) for count in (heads, key_heads, key_heads)]
-        values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-        weights = torch.randn((1, shapes[0][2], heads, size), generator=generator)
-        for window in (None, 50):
-            results = []
-            for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
-                layout = PackedLayout.from_lengths(lengths, torch.device(device), shared)
-                leaves = [value.to(device, kind).requires_grad_() for value in values]
-                out, _ = packed_attention(
-                    torch.nn.Identity(),
-                    *leaves,
-                    None,
-                    sliding_window=window,
-                    packed_layout=layout,
-                    kernel="buckets" if device == "cpu" else kernel,
-                )
-                gradients = torch.autograd.grad((out.float() * weights.to(device)).sum(), leaves)
-                results.append([tensor.detach().float().cpu() for tensor in (out, *gradients)])
-            tolerance = varlen.TOLERANCE.get(dtype, 5e-3)  # TF32 has the 11 bits of float16
-            for exact, found in zip(*results, strict=True):
-                assert (found - exact).norm() <= tolerance * exact.norm()
+        case = varlen.Case(torch.device("cuda"), dtype, heads, key_heads, size, size, dropout=False)
+        assert varlen.trial(function, case) is None
