@@ -1,6 +1,8 @@
-"""Tiled MLPs: the same numbers, in less memory. Offloading is tested in ``tests/simulated_device/test_device.py``."""
+"""Tiled MLPs give the same numbers; in less memory: ``tests/costs/test_measured.py``.
 
-from pathlib import Path
+Offloading is tested in ``tests/simulated_device/test_device.py``.
+"""
+
 from typing import Any
 
 import pytest
@@ -50,9 +52,7 @@ def test_tiles_work_with_adapters_and_heads_of_scalars(folders: Folders) -> None
 
 
 def test_dropout_inside_a_tile_is_the_same_when_it_is_recomputed(folders: Folders) -> None:
-    model = load_causal_lm(
-        folders["gpt2"], loading=ModelLoading(tiled_mlp=5)
-    )  # drops a tenth in its MLP, in training mode
+    model = load_causal_lm(folders["gpt2"], loading=ModelLoading(tiled_mlp=5))  # drops a tenth in its MLP
     mlp = model.transformer.h[0].mlp
     hidden = torch.randn(1, 12, 64, requires_grad=True)
     torch.manual_seed(3)
@@ -61,34 +61,6 @@ def test_dropout_inside_a_tile_is_the_same_when_it_is_recomputed(folders: Folder
     # The last layer's bias gradient counts the elements that were kept, by 1 / (1 - p).
     (gradient,) = torch.autograd.grad(out.sum(), mlp.c_proj.bias)
     torch.testing.assert_close(gradient, kept.sum((0, 1)) / 0.9)
-
-
-def peak(model: Any, tokens: int) -> int:
-    """The most bytes that one forward and backward pass of the layers adds for a moment."""
-    hidden = torch.randn(1, tokens, model.config.hidden_size, requires_grad=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        model.model.layers[0].mlp(hidden).sum().backward()
-    held = most = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
-
-
-def test_the_inner_activations_are_there_for_one_tile_only(tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    plain, tiled = (load_causal_lm(str(tmp_path), loading=ModelLoading(tiled_mlp=tokens)) for tokens in (False, 64))
-    growth = [(peak(model, 4096) - peak(model, 2048)) / 2048 for model in (plain, tiled)]
-    # Bytes a token: the plain MLP keeps gate, its activation, up and their product, 4 x 256 numbers. A tiled one has
-    # the output, its tiles, and the gradients of output and input, 4 to 6 x 32.
-    assert growth[0] > 4 * 256 * 4
-    assert growth[1] < 6 * 32 * 4 * 1.1
 
 
 def test_mixtures_of_experts_and_bad_arguments_are_refused(folders: Folders) -> None:
