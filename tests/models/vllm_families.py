@@ -15,10 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from rlhfkit.rollout.vllm.arguments import engine_arguments, engine_environment
 os.environ.update(engine_environment(device="cpu", cpus_per_engine=1, in_process=True, backend="rlhfkit"))
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models.families import FAMILIES, Family
 from rlhfkit.models import load_causal_lm
@@ -43,7 +41,6 @@ from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 PROMPT = [5, 17, 40, 63, 22, 9, 31, 77, 50, 12, 88, 41]
 NEW_TOKENS = 12
-fork = get_context("fork")
 LIMIT = 200.0
 """Seconds a step may take; three times that, and the family counts as failed."""
 
@@ -125,47 +122,6 @@ class Engine:
         return self._wait(anext(outputs))
 
 
-class Reference:
-    """Plain Transformers in a process of its own: vLLM's general backend changes Transformers' classes for itself.
-
-    It also makes the model, because a process that has made one has threads, and must not be forked any more.
-    """
-
-    def __init__(self, family: Family, path: Path) -> None:
-        self._here, there = fork.Pipe()
-        self._process = fork.Process(target=self._serve, args=(there, family, path), daemon=True)
-        self._process.start()
-        self._here.recv()
-
-    def close(self) -> None:
-        """End the process; it holds what the engine's process has open."""
-        self._process.kill()
-        self._process.join()
-
-    def logprobs(self, version: int, tokens: list[int]) -> Tensor:
-        """(T-1,) of each token after the first, with the weights after that many changes."""
-        self._here.send((version, tokens))
-        return torch.tensor(self._here.recv())
-
-    @staticmethod
-    @torch.no_grad()
-    def _serve(pipe: Connection, family: Family, path: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        family.save(path)
-        how = {"dtype": torch.float32, "attn_implementation": family.reference}
-        model = AutoModelForCausalLM.from_pretrained(path, **how).eval()
-        pipe.send("ready")
-        changes = 0
-        while True:
-            version, tokens = pipe.recv()
-            while changes < version:
-                changes += 1
-                change(model, changes)
-            log_p = model(torch.tensor([tokens]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            pipe.send(log_p.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist())
-
-
 @torch.no_grad()
 def change(model: nn.Module, version: int) -> None:
     """Change every weight, the same way in every copy."""
@@ -174,56 +130,68 @@ def change(model: nn.Module, version: int) -> None:
         parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
 
 
-def differences(engine: Engine, reference: Reference, version: int) -> Iterator[tuple[str, float]]:
-    """Of the log-probs of a given text, and of what the engine samples after it."""
-    name = str(version)
-    out = engine.run(f"{name}-score", PROMPT, max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    pairs = zip(PROMPT[1:], out.prompt_logprobs[1:], strict=True)
-    scored = torch.tensor([entry[token].logprob for token, entry in pairs])
-    yield "score", float((scored - reference.logprobs(version, PROMPT)).abs().max())
-    out = engine.run(
-        f"{name}-sample", PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=1, logprobs=0, ignore_eos=True
-    )
-    (made,) = out.outputs
-    pairs = zip(list(made.token_ids), list(made.logprobs), strict=True)
-    sampled = torch.tensor([entry[token].logprob for token, entry in pairs])
-    expected = reference.logprobs(version, PROMPT + list(made.token_ids))[len(PROMPT) - 1 :]
-    yield "sampled", float((sampled - expected).abs().max())
+def engine_says(path: Path) -> dict[str, Any]:
+    """What an engine says after each of two weight updates: texts of tokens and the log-probs of their last ones."""
+    policy = load_causal_lm(str(path)).eval()
+    engine = Engine(path)
+    sender = ProcessGroupSender("gloo", timeout=LIMIT, bucket_bytes=2**15)
+    sender.connect(engine)
+    texts: list[dict[str, Any]] = []
+    for version in (1, 2):
+        change(policy, version)
+        engine.load(sender, ModuleWeights(policy).in_checkpoint_format())
+        out = engine.run(f"{version}-score", PROMPT, max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        scored = [entry[token].logprob for token, entry in zip(PROMPT[1:], out.prompt_logprobs[1:], strict=True)]
+        how = {"max_tokens": NEW_TOKENS, "temperature": 1.0, "seed": 1, "logprobs": 0, "ignore_eos": True}
+        (made,) = engine.run(f"{version}-sample", PROMPT, **how).outputs
+        tokens = list(made.token_ids)
+        sampled = [entry[token].logprob for token, entry in zip(tokens, made.logprobs, strict=True)]
+        texts.append({"score": (PROMPT, scored), "sampled": (PROMPT + tokens, sampled)})
+    return {"texts": texts}
 
 
-def check(family: Family, folder: Path) -> dict[str, Any]:
-    """Start an engine without weights, send it two versions, and compare after each."""
-    path = folder / family.name.replace(" ", "-")
-    reference = Reference(family, path)
+@torch.no_grad()
+def differences(family: Family, path: Path, texts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest differences from plain Transformers."""
+    from transformers import AutoModelForCausalLM
+
+    how = {"dtype": torch.float32, "attn_implementation": family.reference}
+    model = AutoModelForCausalLM.from_pretrained(path, **how).eval()
     worst = {"score": 0.0, "sampled": 0.0}
-    try:
-        policy = load_causal_lm(str(path)).eval()
-        engine = Engine(path)
-        sender = ProcessGroupSender("gloo", timeout=LIMIT, bucket_bytes=2**15)
-        sender.connect(engine)
-        for version in (1, 2):
-            change(policy, version)
-            engine.load(sender, ModuleWeights(policy).in_checkpoint_format())
-            for name, difference in differences(engine, reference, version):
-                worst[name] = max(worst[name], difference)
-    finally:
-        reference.close()
+    for version, said in enumerate(texts, 1):
+        change(model, version)
+        for name, (tokens, logprobs) in said.items():
+            log_p = model(torch.tensor([tokens]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            exact = log_p.gather(-1, torch.tensor(tokens[1:])[:, None])[-len(logprobs) :, 0]
+            worst[name] = max(worst[name], float((torch.tensor(logprobs) - exact).abs().max()))
     return worst
 
 
-def run_forked(family: Family, folder: Path) -> dict[str, Any]:
-    """:func:`check` in a process of its own."""
+def check(family: Family, folder: Path) -> dict[str, Any]:
+    """Start an engine without weights, send it two versions, and compare.
+
+    Each step has a process of its own: one that has made a model has threads and must not be forked, and vLLM's general
+    backend changes Transformers' classes for itself.
+    """
+    path, log = folder / family.name.replace(" ", "-"), folder / f"{family.model_type}.log"
+    found = forked(log, lambda: {"saved": str(family.save(path))})
+    found = found if "error" in found else forked(log, lambda: engine_says(path))
+    return found if "error" in found else forked(log, lambda: differences(family, path, found["texts"]))
+
+
+def forked(log: Path, step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a step returns in a process of its own."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
         os.setsid()
         signal.alarm(int(3 * LIMIT))
-        log = os.open(folder / f"{family.model_type}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
         try:
-            found = check(family, folder)
+            found = step()
         except BaseException as error:
             traceback.print_exc()
             line = next((line for line in str(error).splitlines() if line.strip()), "")
@@ -236,7 +204,7 @@ def run_forked(family: Family, folder: Path) -> dict[str, Any]:
         os.killpg(pid, signal.SIGKILL)
     with open(reading, "rb") as answer:  # a short text, which the pipe holds
         text = answer.read()
-    return json.loads(text) if text else {"error": "the engine's process died"}
+    return json.loads(text) if text else {"error": "its process died"}
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -253,7 +221,7 @@ def main(folder: Path, names: list[str]) -> None:
     for family in FAMILIES:
         if not names or family.name in names:
             started = time.monotonic()
-            found = run_forked(family, folder)
+            found = check(family, folder)
             print(
                 json.dumps({"family": family.name, **found, "seconds": round(time.monotonic() - started, 1)}),
                 flush=True,
