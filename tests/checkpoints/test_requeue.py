@@ -1,38 +1,63 @@
 """A Slurm job that is told to end goes on, when it is started again, as if it had never stopped."""
 
-import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from modules.data_runs import trainer
+from rl_runs import RANK
 from strategies import ranks
 from tiny_models import tiny_model
 
-LIMIT = 600.0
-"""Seconds for two ranks to start and to train."""
+import rlhfkit.strategies  # noqa: F401  (registers the names)
+from rlhfkit import SFTDataModule, SFTModule
+
+ROWS = [{"prompt": f"{i}+1=", "completion": f" {i + 1}"} for i in range(100)]
 
 
-def job(saved: Path, step: int | None = None, **arguments: Any) -> str:
-    """What rank 0 of a job of two tasks prints; before optimizer step ``step``, both get the signal of its end."""
-    folder, end = saved.parent / "ranks", time.monotonic() + LIMIT
-    processes = ranks.start("checkpoints.requeue_cases:train", 2, folder, saved=str(saved), last_step=step, **arguments)
-    try:
-        for rank, process in enumerate(processes if step is not None else []):
-            while f"step {step}\n" not in (printed := (folder / f"rank_{rank}.log").read_text()):
-                assert time.monotonic() < end, printed
-                assert process.poll() is None, printed
-                time.sleep(0.02)
-        for process in processes if step is not None else []:
-            os.kill(process.pid, signal.SIGUSR1)
-        (folder / "told").touch()
-        while any(process.poll() is None for process in processes) and time.monotonic() < end:
-            time.sleep(0.05)
-    finally:
-        ranks.stop(processes)
-    return (folder / "rank_0.log").read_text()
+class Ended(Exception):
+    """What Slurm does to a job that it has queued again."""
+
+
+class EndedBySlurm(L.Callback):
+    """Tells the ranks to end within the eighth step, each in its own micro-batch, and ends them after the ninth."""
+
+    def __init__(self, told: bool) -> None:
+        self.told = told
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.steps.append(trainer.global_step)
+        if self.told and batch_idx == 14 + RANK:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if self.told and trainer.global_step == 9:
+            raise Ended
+
+
+def train(model: str, saved: Path, *, told: bool = False) -> tuple[list[int], list[torch.Tensor]]:
+    """The steps of a run, from the checkpoint that Lightning finds in ``saved`` if there is one, and its weights."""
+    L.seed_everything(0)
+    module, watch = SFTModule(model, lr=1e-3), EndedBySlurm(told)
+    options = {"max_epochs": None, "max_steps": 12, "accumulate_grad_batches": 2, "callbacks": [watch]}
+    run = trainer(saved, strategy="rlhf_zero2", devices=2, **options)
+    run.fit(module, SFTDataModule(ROWS, micro_batch_size=2))
+    return watch.steps, list(module.policy.parameters())
+
+
+def on_rank(folder: Path, model: str) -> None:
+    os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = str(RANK)
+    stopped = folder / "stopped"
+    with pytest.raises(Ended):
+        train(model, stopped, told=True)
+    assert [path.name for path in stopped.glob("hpc_ckpt_*")] == ["hpc_ckpt_1.ckpt"]
+    assert RANK > 0 or (folder / "queued_again").read_text() == "requeue 4711\n"
+    steps, weights = train(model, stopped)
+    assert steps == [8, 8, 9, 9, 10, 10, 11, 11]
+    assert all(map(torch.equal, weights, train(model, folder / "through")[1]))
 
 
 @pytest.mark.distributed
@@ -43,25 +68,9 @@ def test_a_job_that_slurm_ends_and_starts_again_has_the_weights_of_one_that_ran_
     slurm |= {"NODELIST": "localhost", "STEP_NUM_TASKS": "2"}
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    rows = [{"prompt": f"{i}+1=", "completion": f" {i + 1}"} for i in range(400)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = {"model": str(tiny_model(tmp_path / "model")), "data": str(tmp_path / "data.jsonl")}
     scontrol = tmp_path / "bin" / "scontrol"
+    monkeypatch.setenv("PATH", f"{scontrol.parent}{os.pathsep}{os.environ['PATH']}")
     scontrol.parent.mkdir()
-    stopped, through = tmp_path / "stopped", tmp_path / "through"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" > {stopped / "queued_again"}\n')
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path / "queued_again"}\n')
     scontrol.chmod(0o755)
-
-    first = job(stopped, step=7, **arguments)
-    assert "weights 30" not in first  # it was ended
-    assert (stopped / "queued_again").read_text() == "requeue 4711\n"
-    assert [path.name for path in stopped.glob("hpc_ckpt_*")] == ["hpc_ckpt_1.ckpt"]
-    (stopped / "queued_again").unlink()
-    again = job(stopped, **arguments)
-    begun = int(again.split("step ", 1)[1].split()[0])
-    assert begun >= 7
-
-    last = [line for line in again.splitlines() if line.startswith("weights 30 ")]
-    assert len(last) == 1, again
-    assert last == [line for line in job(through, **arguments).splitlines() if line.startswith("weights 30 ")]
+    ranks.run(on_rank, 2, tmp_path, model=str(tiny_model(tmp_path / "model")))
