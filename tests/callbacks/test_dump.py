@@ -1,7 +1,7 @@
 """Samples on disk, replayed runs, and invariants.
 
 Covers ``callbacks/dump.py``, ``callbacks/invariants.py`` and ``rollout/replay.py``. Invariants that hold: of replayed
-groups in ``rollout/sharing_ranks.py``, of continued ones in ``rollout/test_oversampling.py``.
+groups in ``rollout/test_sharing.py``, of continued ones in ``rollout/test_oversampling.py``.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ from modules.data_runs import trainer
 from rl_runs import digits, fit_run, prompts_file
 from tiny_models import tiny_model
 
-from callbacks.ema_ranks import SaveAfterEpoch
+from callbacks.test_ema import SaveAfterEpoch
 from rlhfkit import RolloutCallback, RunReport, SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.callbacks.report.page import BINS, MOST_POINTS, Curve, Histogram, RunData, read_page, write_page
 from rlhfkit.callbacks.report.run_report import MOST_IMAGES, shown_prompt
