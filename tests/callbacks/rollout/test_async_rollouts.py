@@ -1,4 +1,4 @@
-"""Asynchronous rollouts: what is trained on, how old it may be, and what overlaps; ranks are in ``sharing_ranks.py``.
+"""Asynchronous rollouts: what is trained on, how old it may be, and what overlaps; ranks are in ``test_sharing.py``.
 
 Covers ``parts/ahead.py`` and ``timing.py`` of ``callbacks/rollout/``.
 """
@@ -7,6 +7,7 @@ import itertools
 import json
 import pickle
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +16,14 @@ from typing import Any
 import pytest
 from rl_runs import (
     Iterations,
-    additions,
-    ahead,
     digits,
     fit_run,
-    only_odd,
     setup_run,
 )
 from waiting import LIMIT
 
-from rlhfkit import Ahead, DynamicSampling, Invariants, LocalEngine, Oversampling, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import Ahead, Invariants, LocalEngine, Oversampling, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.callbacks.rollout.parts.ahead import Jobs
 from rlhfkit.callbacks.rollout.timing import MOST_EVENTS, Timing
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
@@ -36,18 +35,6 @@ def ages(watch: Iterations) -> list[list[int]]:
         sorted({begin - version for one in samples for version in one.versions.tolist()})
         for begin, samples in zip(watch.began, watch.samples, strict=True)
     ]
-
-
-def rewards(watch: Iterations) -> list[list[float | None]]:
-    return [[one.reward for one in samples] for samples in watch.samples]
-
-
-def run(folder: Path, staleness: int) -> Iterations:
-    """Four iterations."""
-    watch = Iterations()
-    rollouts = RolloutCallback(digits, sampling=SAMPLING, parts=ahead(staleness))
-    fit_run(folder, rollouts=rollouts, callbacks=[watch], max_epochs=4)
-    return watch
 
 
 class Handshake:
@@ -82,8 +69,9 @@ class Training(Iterations):
 
 
 def test_generating_overlaps_with_training_on_the_same_prompts_and_is_as_old_as_allowed(tmp_path: Path) -> None:
-    turns, handshake = run(tmp_path, 0), Handshake(last=3)
-    watch = Training(handshake)
+    handshake = Handshake(last=3)
+    turns, watch = Iterations(), Training(handshake)
+    fit_run(tmp_path, callbacks=[turns], max_epochs=4)
 
     class Engine(LocalEngine):
         def generate(self, prompts: Any, sampling: Any, *, iteration: int) -> list[Sample]:
@@ -94,7 +82,7 @@ def test_generating_overlaps_with_training_on_the_same_prompts_and_is_as_old_as_
     trainer, *_ = fit_run(tmp_path, rollouts=rollouts, callbacks=[watch], max_epochs=handshake.last + 1)
     assert rollouts.overlaps
     assert watch.prompts == turns.prompts
-    assert rewards(watch)[0] == rewards(turns)[0]  # of the first iteration, which is never stale
+    assert watch.tokens[0] == turns.tokens[0]  # of the first iteration, which is never stale
     # Each is sampled from the policy before the iteration that is trained on meanwhile, of two updates.
     assert ages(watch) == [[0], [2], [2], [2]]
     assert ages(turns) == [[0]] * 4
@@ -161,27 +149,6 @@ def test_in_flight_samples_go_on_with_new_weights_and_know_it(tmp_path: Path) ->
     assert [samples[0].versions.tolist() for samples in training.samples] == expected
 
 
-def test_everything_at_once_keeps_its_promises(tmp_path: Path) -> None:
-    """Ahead, in flight, dynamic sampling, oversampling and validation; ``Invariants`` watches versions and groups."""
-    rollouts = RolloutCallback(
-        only_odd,
-        sampling=SAMPLING,
-        parts=[DynamicSampling(), Oversampling(0.25), Ahead(2, in_flight=True)],
-    )
-    watch = Iterations()
-    trainer, *_ = fit_run(
-        tmp_path,
-        rollouts=rollouts,
-        callbacks=[watch, Invariants()],
-        data_arguments={"validation_data": additions(2)},
-        max_epochs=5,
-    )
-    assert "val/reward" in trainer.callback_metrics
-    assert all(len(prompts) == 8 and all(index % 2 for index in prompts) for prompts in watch.prompts)
-    assert all(max(of_one) <= 2 * min(number, 2) for number, of_one in enumerate(ages(watch)))
-    assert 0.0 < trainer.callback_metrics["rollout/dropped_fraction"] < 0.5
-
-
 def test_an_error_while_sampling_ahead_ends_the_run_with_that_error(tmp_path: Path) -> None:
     calls: list[int] = []
 
@@ -229,3 +196,66 @@ def test_times_of_a_long_run_are_bounded_and_their_sums_are_those_of_all_phases(
         timing._add("wait", start=start, end=start + 0.5, thread="t", iteration=2001)
     assert timing.metrics(2001) == pytest.approx({"time/wait": 1.5})
     assert timing.events[-1].seconds == pytest.approx(1.5)
+
+
+# ---------------------------------------------------------------- jobs beside the training loop
+
+
+def test_who_holds_may_have_jobs_run_first() -> None:
+    """Two processes run their jobs together; one is held before it begins a job that the other has begun already."""
+    jobs = Jobs[int]()
+    ran: list[int] = []
+    release = threading.Event()
+
+    def job(number: int) -> int:
+        if number == 3:
+            release.wait(LIMIT)
+        ran.append(number)
+        return number
+
+    for number in range(8):
+        jobs.submit(number, lambda number=number: job(number))
+    assert jobs.result(2, timeout=LIMIT) == 2  # the third is running or about to
+
+    def others_are_at_5(mine: int) -> int:
+        assert mine in (2, 3)
+        release.set()
+        return 5
+
+    with jobs.paused(timeout=LIMIT, agree=others_are_at_5):
+        assert ran == list(range(6))
+        time.sleep(0.005)
+        assert ran == list(range(6))
+    assert jobs.result(7, timeout=LIMIT) == 7
+    jobs.clear(LIMIT)
+
+
+def test_every_wait_has_a_limit_and_says_what_it_waited_for() -> None:
+    jobs = Jobs[int]()
+    release = threading.Event()
+    begun = threading.Event()
+    jobs.submit(3, lambda: begun.set() or int(release.wait(LIMIT)))  # type: ignore[func-returns-value]
+    jobs.submit(4, lambda: 1)
+    assert begun.wait(LIMIT)
+    with pytest.raises(TimeoutError, match=r"iteration 3 took longer than 0\.05 s: still running"):
+        jobs.result(3, timeout=0.05)
+    with pytest.raises(TimeoutError, match=r"iteration 4 .* waiting behind others"):
+        jobs.result(4, timeout=0.05)
+    with pytest.raises(TimeoutError, match="iteration 3 did not end"), jobs.paused(timeout=0.05):
+        pass
+    with pytest.raises(TimeoutError, match="iteration 3 did not end"):
+        jobs.clear(0.05)
+    release.set()
+    jobs.submit(5, lambda: 1)  # those before were forgotten
+    assert jobs.result(5, timeout=LIMIT) == 1
+
+
+def test_what_is_held_when_a_pause_begins_inside_another_stays_held() -> None:
+    jobs, ran = Jobs[int](), list[int]()
+    with jobs.paused(LIMIT):
+        jobs.submit(0, lambda: ran.append(0) or 5)  # type: ignore[func-returns-value]
+        with jobs.paused(LIMIT):
+            pass
+        time.sleep(0.005)
+        assert not ran
+    assert jobs.result(0, timeout=LIMIT) == 5

@@ -55,7 +55,6 @@ class StreamingEngine(Engine):
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.streams: list[Stream] = []
-        self.most_pending = 0
 
     @property
     def busy(self) -> bool:  # type: ignore[override]
@@ -75,7 +74,6 @@ class Stream:
 
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         self.pending += [(prompt, self.iteration if iteration is None else iteration) for prompt in prompts]
-        self.engine.most_pending = max(self.engine.most_pending, len(self.pending))
 
     def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
         time.sleep(self.engine.chance.random() * 0.002)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import Iterations, digits, setup_run
 
 from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.parts.probe import ProbeBounds
@@ -80,26 +80,14 @@ class Shifted(LocalEngine):
         return [[logprob + shift for logprob in row] for row in super().score(sequences)]
 
 
-class Samples(RolloutCallback):
-    """Keeps the first sample of each iteration."""
-
-    def remembered(self) -> list[list[int]]:
-        return self.kept
-
-    def share(self, collected):  # type: ignore[no-untyped-def]
-        shared = super().share(collected)
-        first: Sample = shared.samples[0]
-        self.kept = [*getattr(self, "kept", []), [*first.prompt.token_ids.tolist(), *first.token_ids.tolist()]]
-        return shared
-
-
 def test_a_small_mean_difference_is_fine_a_larger_one_warned_of_and_a_large_one_an_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Shifted(0.0, 0.2, 0.5)
     sampling = SamplingSpec(group_size=4, max_new_tokens=40, min_new_tokens=40)
-    rollouts = Samples(digits, engine=engine, sampling=sampling)
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, precision="bf16-true", max_epochs=3)
+    rollouts, seen = RolloutCallback(digits, engine=engine, sampling=sampling), Iterations()
+    options = {"callbacks": [seen], "precision": "bf16-true", "max_epochs": 3}
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, **options)
     caplog.set_level(logging.WARNING, logger="rlhfkit.callbacks.rollout.parts.probe")
     with pytest.raises(RuntimeError, match=r"differ from the trainer's by 0\.\d+ on average over 40 tokens, more than"):
         trainer.fit(module, data)
@@ -108,7 +96,8 @@ def test_a_small_mean_difference_is_fine_a_larger_one_warned_of_and_a_large_one_
     assert engine.version is None
     random, *sampled = engine.asked
     assert len(random) == 32
-    assert sampled == rollouts.remembered()
+    first = [samples[0] for samples in seen.samples]
+    assert sampled == [[*one.prompt.token_ids.tolist(), *one.token_ids.tolist()] for one in first]
 
 
 class Several(Shifted):
