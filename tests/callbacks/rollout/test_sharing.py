@@ -31,6 +31,7 @@ from strategies import ranks
 from test_rank_store import raised
 
 from callbacks.rollout.test_recovery import Forgetful
+from callbacks.rollout.test_source import above_zero
 from rlhfkit import (
     Ahead,
     DynamicSampling,
@@ -86,11 +87,6 @@ class Dying(LocalEngine):
 def set_limit(seconds: float) -> None:
     """Change the time limit of the process group."""
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
-
-
-def above_zero(sample: Sample) -> float:
-    """Whether the reward model likes it."""
-    return float(sample.reward_parts["model"] > 0)
 
 
 def hanging(samples: Sequence[Sample]) -> list[float]:

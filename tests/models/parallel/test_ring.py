@@ -168,7 +168,7 @@ def test_the_first_call_of_each_group_is_made_by_all_of_its_ranks(tmp_path: Path
 @pytest.mark.parametrize("window", [None, 5])
 def test_one_rank_needs_no_others(window: int | None) -> None:
     inputs = tensors((6, 2), len(SHARED.tokens), torch.float64)
-    ring = RingAttention((torch.arange(len(SHARED.tokens)),), 0, None)
+    ring = RingAttention((torch.arange(len(SHARED.tokens)),), 0, None, tile=4)
     expected = whole(SHARED, inputs, window)
     assert difference(ring, SHARED, inputs, expected, window) < 1e-12
 
