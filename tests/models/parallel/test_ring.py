@@ -149,13 +149,13 @@ SHARED = PackedLayout.from_lengths([5, 9, 20, 1, 7, 7, 12, 40, 3], CPU, [0, 3, 7
 
 @pytest.mark.distributed
 def test_outputs_and_gradients_are_those_of_one_rank_up_to_rounding(tmp_path: Path) -> None:
-    ranks.run("models.parallel.ring_ranks:everything", ranks=4, folder=tmp_path)
+    ranks.run(everything, ranks=4, folder=tmp_path)
 
 
 @pytest.mark.distributed
 def test_the_first_call_of_each_group_is_made_by_all_of_its_ranks(tmp_path: Path) -> None:
     # NCCL connects the ranks of a group in its first call: one that only some of them make would wait for the others.
-    calls: list[dict[str, Any]] = ranks.run("models.parallel.ring_ranks:calls_of_groups", ranks=4, folder=tmp_path)
+    calls: list[dict[str, Any]] = ranks.run(calls_of_groups, ranks=4, folder=tmp_path)
     rings = [of_rank.pop("ring") for of_rank in calls]
     assert ["batch_isend_irecv" in ring for ring in rings] == [True] * 4
     groups = {name for of_rank in calls for name in of_rank}
