@@ -4,6 +4,7 @@ Covers ``stream.py``, ``weights.py`` and ``wire.py`` too.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -18,7 +19,7 @@ from shared_pool import SharedPool
 from tiny_models import local_engine, tiny_tokenizer, token_logprobs
 from vllm_serve import vllm_serve
 
-from rlhfkit import Prompt, RolloutCallback, SamplingSpec, VLLMServer
+from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec, VLLMServer
 from rlhfkit.modules.parts import Correction
 from rlhfkit.rollout.errors import RequestError, WeightsNeededError
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -47,6 +48,10 @@ def server(vllm_server: str, vllm_model: Path) -> Iterator[VLLMServer]:
     engine.close()
 
 
+def tokens(samples: list[Sample]) -> list[list[int]]:
+    return [sample.token_ids.tolist() for sample in samples]
+
+
 def test_logprobs_equal_the_trainers_after_each_of_three_updates(server: VLLMServer, vllm_model: Path) -> None:
     model = load_trainer_model(vllm_model)
     for version in (1, 2, 3):
@@ -58,9 +63,9 @@ def test_logprobs_equal_the_trainers_after_each_of_three_updates(server: VLLMSer
         ]
         assert worst_difference(model, samples) <= EXACT
         assert {token_version for sample in samples for token_version in sample.versions.tolist()} == {version}
-    tokens = [5, 9, 40, 41, 42]
-    found = torch.tensor(server.score([tokens])[0])
-    torch.testing.assert_close(found, token_logprobs(model, tokens), rtol=0, atol=EXACT)
+    given = [5, 9, 40, 41, 42]
+    found = torch.tensor(server.score([given])[0])
+    torch.testing.assert_close(found, token_logprobs(model, given), rtol=0, atol=EXACT)
 
 
 def test_samples_are_those_of_a_pool(server: VLLMServer, vllm_pool: SharedPool, vllm_model: Path) -> None:
@@ -68,29 +73,20 @@ def test_samples_are_those_of_a_pool(server: VLLMServer, vllm_pool: SharedPool, 
     server.load(weights, 4)
     vllm_pool.load(weights, 4)
     of_server, of_pool = (engine.generate(PROMPTS, SPEC, iteration=7) for engine in (server, vllm_pool))
-    assert [sample.token_ids.tolist() for sample in of_server] == [sample.token_ids.tolist() for sample in of_pool]
+    assert tokens(of_server) == tokens(of_pool)
 
 
-@pytest.mark.parametrize(
-    "penalties",
-    [
-        {"repetition_penalty": 1.5},
-        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
-        {"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": 0.7, "min_new_tokens": 20},
-    ],
-)
-def test_penalties_of_vllm_are_those_of_a_local_engine(
-    server: VLLMServer, vllm_model: Path, penalties: dict[str, float]
-) -> None:
+def test_penalties_of_vllm_are_those_of_a_local_engine(server: VLLMServer, vllm_model: Path) -> None:
     model = load_trainer_model(vllm_model)
     train_a_little(model, seed=9)  # different tokens than the saved model's
     server.load(ModuleWeights(model), 5)
     local = local_engine(vllm_model, model)
-    spec = SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.0, **penalties)  # type: ignore[arg-type]
+    plain = SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.0)
+    spec = dataclasses.replace(
+        plain, repetition_penalty=0.8, presence_penalty=-0.5, frequency_penalty=0.7, min_new_tokens=20
+    )
     found, expected = (engine.generate(PROMPTS, spec, iteration=0) for engine in (server, local))
-    plain = local.generate(PROMPTS, SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.0), iteration=0)
-    assert [sample.token_ids.tolist() for sample in found] == [sample.token_ids.tolist() for sample in expected]
-    assert [sample.token_ids.tolist() for sample in found] != [sample.token_ids.tolist() for sample in plain]
+    assert tokens(found) == tokens(expected) != tokens(local.generate(PROMPTS, plain, iteration=0))
     # Log-probs are the policy's, before penalties, in both.
     assert max(worst_difference(model, samples) for samples in (found, expected)) <= EXACT
 
@@ -116,15 +112,10 @@ def test_completions_have_the_form_that_was_asked_for_and_unknown_logprobs(
         assert not engine.configure_logprobs(dataclasses.replace(spec, regex="a"))
 
 
-@pytest.mark.parametrize(
-    ("changed", "known"),
-    [({}, True), ({"top_p": 0.9}, True), ({"temperature": 0.5}, False), ({"temperature": 0.5, "top_k": 3}, False)],
-)
-def test_it_is_found_out_which_logprobs_the_server_reports(
-    server: VLLMServer, changed: dict[str, float], known: bool
-) -> None:
+def test_it_is_found_out_which_logprobs_the_server_reports(server: VLLMServer) -> None:
     """It was started with vLLM's default, before temperature and truncation."""
-    assert server.configure_logprobs(dataclasses.replace(SPEC, **changed)) is known  # type: ignore[arg-type]
+    for changed, known in (({"top_p": 0.9}, True), ({"temperature": 0.5}, False)):
+        assert server.configure_logprobs(dataclasses.replace(SPEC, **changed)) is known
 
 
 def test_a_server_that_lost_the_weights_is_sent_them_again(server: VLLMServer, vllm_model: Path) -> None:
@@ -149,11 +140,9 @@ def test_a_source_that_breaks_off_leaves_a_server_that_the_next_sync_brings_back
         def in_checkpoint_format(self) -> "Broken":
             return self
 
-        def __iter__(self):  # type: ignore[no-untyped-def]
-            for number, (name, tensor) in enumerate(super().__iter__()):
-                if number == 5:
-                    raise RuntimeError("broken off")
-                yield name, tensor
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from itertools.islice(super().__iter__(), 5)
+            raise RuntimeError("broken off")
 
     with pytest.raises(RuntimeError, match="broken off"):
         server.load(Broken(model), 9)

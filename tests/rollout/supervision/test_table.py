@@ -199,53 +199,31 @@ def test_an_engine_killed_during_a_load_leaves_no_half_updated_one(manager: Scen
 def test_two_thousand_samples_through_accidents_are_all_there_once(manager: Scene) -> None:
     """Several callers at once, loads in between, and engines that are killed or stopped."""
     chance, spec = random.Random(7), SamplingSpec(group_size=5, max_new_tokens=12)
-    manager.until_stale(0)
-    manager.load(5)
-    finished, enough = threading.Event(), threading.Event()
+    enough = threading.Event()
 
     def ask(caller: int) -> list[Sample]:
         made: list[Sample] = []
-        for turn in itertools.count():
-            if turn >= 10 and enough.is_set():  # the accidents that there are to be
-                return made
+        turns = itertools.takewhile(lambda turn: turn < 10 or not enough.is_set(), itertools.count())
+        for turn in turns:
             rows = [Prompt(index=caller * 10**5 + turn * 10 + row, token_ids=[10 + row] * 20) for row in range(10)]
             made += manager.pool.generate(rows, spec, iteration=turn)
             time.sleep(1.5)  # an episode's tools
         return made
 
-    accidents: list[str] = []
-
-    def cause_accidents() -> None:
-        while not finished.wait(chance.uniform(1, 2)):
-            alive = [number for number in (0, 1) if manager.handle(number).state is State.SERVING]
-            kind = chance.choice(["kill", "stop", "hiccup"])
-            if not alive:
-                continue
-            victim = chance.choice(alive)
-            if kind == "hiccup" or len(alive) < 2:  # shorter than what counts as dead
-                kind = "hiccup"
-                manager.send(victim, signal.SIGSTOP)
-                time.sleep(1.5)
-                manager.send(victim, signal.SIGCONT)
-            else:
-                manager.send(victim, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-            accidents.append(kind)
-            if len(accidents) > 2 and {*accidents} & {"kill", "stop"}:
-                enough.set()
-
-    with ThreadPoolExecutor(6) as threads:
+    with ThreadPoolExecutor(4) as threads:
         callers: list[Future[list[Sample]]] = [threads.submit(ask, caller) for caller in range(4)]
-        villain = threads.submit(cause_accidents)
-        version = 6
         try:
-            while not all(caller.done() for caller in callers):
-                time.sleep(3)
+            assert manager.pool.engines is not None
+            for version, accident in ((5, signal.SIGKILL), (7, signal.SIGSTOP)):
+                manager.pool.engines.wait_until_up(wait_for_all=True)
                 manager.load(version)
-                version += 1
-            samples = [sample for caller in callers for sample in caller.result()]
+                time.sleep(chance.uniform(1, 2))
+                manager.send(chance.choice((0, 1)), accident)
+                time.sleep(chance.uniform(0, 3))  # the next load is what finds it out, or not
+                manager.load(version + 1)
         finally:
-            finished.set()
-        villain.result()
+            enough.set()
+        samples = [sample for caller in callers for sample in caller.result()]
     assert len(keyed(samples)) == len(samples) >= 2000
     assert len(samples) % 50 == 0  # of each turn
     manager.check(samples[::20], spec)
