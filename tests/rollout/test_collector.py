@@ -127,18 +127,12 @@ def collecting(world_size: int, step: Callable[[RankLog], Any]) -> list[Any]:
     return on_ranks(world_size, work)
 
 
-def collect(after: dict[str, Any], seed: int, log: RankLog, **arguments: Any) -> tuple[CollectedGroups, AnyOrder]:
-    stream = AnyOrder(seed * 10 + log.store.rank, arguments.pop("streams"))
-    teaches = arguments.pop("teaches")
-    found = GroupSelection(
-        arguments.pop("wanted"),
-        queue_at(after),
-        stream,
-        keep=lambda group: group[0].prompt.index in teaches,
-        log=log,
-        **arguments,
-    ).run()
-    return found, stream
+def collect(
+    after: dict[str, Any], seed: int, log: RankLog, *, wanted: int, teaches: set[int], streams: bool, **arguments: Any
+) -> tuple[CollectedGroups, AnyOrder]:
+    stream, queue = AnyOrder(seed * 10 + log.store.rank, streams), queue_at(after)
+    arguments |= {"keep": lambda group: group[0].prompt.index in teaches, "log": log}
+    return GroupSelection(wanted, queue, stream, **arguments).run(), stream
 
 
 START = {"pass": 0, "offset": 0, "postponed": []}
@@ -163,7 +157,7 @@ def decided(after: dict[str, Any]) -> Counter[int]:
     rounds=st.booleans(),
     partial=st.booleans(),
 )
-def test_nothing_is_lost_doubled_or_out_of_order_on_any_number_of_ranks_within_a_limit(
+def test_nothing_is_lost_doubled_or_out_of_order_on_any_number_of_ranks_which_score_together_within_a_limit(
     iterations: list[tuple[int, int]],
     world_size: int,
     spare: int,
@@ -179,10 +173,12 @@ def test_nothing_is_lost_doubled_or_out_of_order_on_any_number_of_ranks_within_a
     for seed, wanted in iterations:
         options = {"wanted": wanted, "teaches": teaches, "spare": spare, "rounds": rounds, "streams": not rounds}
         options["most"] = limit
+        everyone = threading.Barrier(world_size, timeout=30)  # also those that have no group in a round
+        together = {"score_together": lambda samples: everyone.wait()} if rounds else {}  # noqa: B023
 
         def step(log: RankLog) -> tuple[CollectedGroups, AnyOrder]:
             begun = dropped[log.store.rank] if partial and spare else None  # noqa: B023
-            return collect(after, seed, log, begun=begun, **options)  # noqa: B023
+            return collect(after, seed, log, begun=begun, **options, **together)  # noqa: B023
 
         results = collecting(world_size, step)
         assert not any(isinstance(result, Exception) for result in results), results
@@ -233,26 +229,6 @@ def test_nothing_is_lost_doubled_or_out_of_order_on_any_number_of_ranks_within_a
             ((alone, _),) = collecting(1, lambda log: collect(after, seed, log, **options))  # noqa: B023
             assert (alone.prompts, alone.after) == (first.prompts, first.after)
         after = first.after
-
-
-def test_all_ranks_join_what_they_score_together() -> None:
-    """Also those that have no group in a round."""
-    barrier, rounds = threading.Barrier(3, timeout=30), [0, 0, 0]
-
-    def step(log: RankLog) -> CollectedGroups:
-        def together(samples: list[Sample]) -> None:
-            barrier.wait()
-            rounds[log.store.rank] += 1
-
-        return collect(
-            START, 1, log, wanted=4, teaches={3, 7, 9, 11}, rounds=True, streams=False, score_together=together
-        )[0]
-
-    results = collecting(3, step)
-    assert not any(isinstance(result, Exception) for result in results), results
-    assert sorted(results[0].prompts) == [3, 7, 9, 11]
-    assert rounds[0] > 1
-    assert len(set(rounds)) == 1
 
 
 def test_a_stream_that_ends_too_early_is_an_error_on_all_ranks() -> None:

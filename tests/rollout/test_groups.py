@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from episodes.episode_cases import Recorded, check_logprobs
-from rl_runs import RANK, RANKS, PlainGRPO, digits, fit_run, on_all_ranks, samples_of_all_ranks, setup_run, weights
+from rl_runs import RANK, RANKS, Iterations, PlainGRPO, digits, fit_run, on_all_ranks, setup_run, weights
 from strategies import ranks
 from tiny_models import local_engine, tiny_model, tiny_tokenizer
 from waiting import LIMIT
@@ -316,28 +316,22 @@ def test_a_recorded_run_is_replayed_without_its_function(tmp_path: Path) -> None
 
 def on_ranks(folder: Path) -> dict[str, Any]:
     """Entry point of a rank: what is sampled, and the weights after two iterations."""
-    rollouts = RolloutCallback(digits, sampling=SAMPLING, group=all_together)
-    seen: list[list[int]] = []
-
-    class Keep(Invariants):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            seen.extend(tokens(samples_of_all_ranks(rollouts)))
-
-    _, module, _ = fit_run(
+    seen = Iterations()
+    fit_run(
         folder / f"rank{RANK}",
         module=PlainGRPO,
         module_arguments={"lr": 0.05},
         data_arguments={"micro_batch_size": 8 // RANKS},
-        rollouts=rollouts,
-        callbacks=[Keep()],
+        rollouts=RolloutCallback(digits, sampling=SAMPLING, group=all_together),
+        callbacks=[seen],
         **on_all_ranks(),
     )
-    return {"seen": seen, "weights": [float(tensor.double().abs().sum()) for tensor in weights(module).values()]}
+    return {"tokens": seen.tokens, "weights": seen.weights}
 
 
 @pytest.mark.distributed
 def test_two_ranks_make_the_samples_of_one_and_learn_the_same(tmp_path: Path) -> None:
-    alone = ranks.run("rollout.test_groups:on_ranks", 1, tmp_path / "one")[0]
+    alone = on_ranks(tmp_path / "one")
     both = ranks.run("rollout.test_groups:on_ranks", 2, tmp_path / "two")[0]
-    assert both["seen"] == alone["seen"]
+    assert both["tokens"] == alone["tokens"]
     assert both["weights"] == pytest.approx(alone["weights"], rel=1e-5)

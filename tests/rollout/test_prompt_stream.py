@@ -4,7 +4,6 @@ That whole runs lose no prompt and train on the same ones whatever ends first, i
 ``tests/callbacks/rollout/test_async_rollouts_properties.py``.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from datamodules.prompts.drawing import numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.data import Prompt, Sample
+from rlhfkit.data import Sample
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor
 from rlhfkit.datamodules.prompts.table import TablePrompts
 from rlhfkit.rollout.collector import GroupSelection, flatten
@@ -24,18 +23,9 @@ def queue_of(order: TablePrompts) -> IterationQueue:
     return IterationQueue(order, PromptCursor())
 
 
-def stream_of(total: int = 100, position: int = 0) -> tuple[PromptStream, TablePrompts, AnyOrder]:
-    order = numbered(total, shuffle=False)
-    stream = PromptStream(lambda: queue_of(order), wanted=3, rank=0, world_size=1, position=position)
-    return stream, order, AnyOrder(0)
-
-
-def rows(prompts: Sequence[Prompt]) -> list[int]:
-    return [prompt.index for prompt in prompts]
-
-
-def test_what_takes_the_place_of_a_rejected_group_was_started_before() -> None:
-    stream, order, engine = stream_of()
+def test_what_takes_the_place_of_a_rejected_group_was_started_before_and_another_order_is_an_error() -> None:
+    order, engine = numbered(100, shuffle=False), AnyOrder(0)
+    stream = PromptStream(lambda: queue_of(order), wanted=3, rank=0, world_size=1, position=0)
     stream.begin(0, queue_of(order), lambda: engine)
     stream.newest = 1
     stream.submit(stream.take(3))
@@ -43,25 +33,17 @@ def test_what_takes_the_place_of_a_rejected_group_was_started_before() -> None:
     assert engine.submitted == [0, 1, 2, 3, 4, 5]
     assert engine.iterations == [0, 0, 0, 1, 1, 1]
     further = stream.take(2)
-    assert rows(further) == [3, 4]
+    assert [prompt.index for prompt in further] == [3, 4]
     stream.submit(further)
     assert len(engine.submitted) == 6  # they are in flight
     stream.collect(9)
     assert engine.submitted[6:] == [6, 7]  # again as many as the next iteration needs
     assert stream.after["offset"] == 5  # a run that is resumed here draws 5, 6 and 7 next
+    stream.begin(1, queue_of(order), lambda: engine)
+    with pytest.raises(RuntimeError, match="prompt 5 was started ahead, and prompt 0 was drawn"):
+        stream.take(3)
     stream.drop()
     assert engine.closed
-
-
-def test_another_order_of_prompts_than_the_one_that_was_started_is_an_error() -> None:
-    stream, order, engine = stream_of()
-    stream.begin(0, queue_of(order), lambda: engine)
-    stream.newest = 1
-    stream.submit(stream.take(3))
-    stream.collect(9)
-    stream.begin(1, queue_of(order), lambda: engine)
-    with pytest.raises(RuntimeError, match="prompt 3 was started ahead, and prompt 0 was drawn"):
-        stream.take(3)
 
 
 Played = list[tuple[list[int], int, int, dict[str, Any], dict[int, int]]]

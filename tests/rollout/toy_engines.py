@@ -55,8 +55,6 @@ class ToyEngine:
             await asyncio.sleep(min(0.05, max(end - time.monotonic(), 0.0)))
             n, reason = (1, "abort") if key in self.cuts else (n, reason)
             end = 0.0 if arguments["until"] in self.released else end
-        if arguments.get("dies"):
-            os._exit(1)
         return Completion(np.full(n, first, np.int32), np.full(n, -0.5, np.float32), reason, [(3, n)])
 
     async def release(self, name: str) -> None:
@@ -118,8 +116,6 @@ HELD = math.inf
 """Seconds of a request that is not answered unless it is released or cut."""
 
 
-def request(
-    token: int = 7, *, tokens: int = 3, seconds: float = 0.0, until: str | None = None, dies: bool = False
-) -> Request:
+def request(token: int = 7, *, tokens: int = 3, seconds: float = 0.0, until: str | None = None) -> Request:
     """A request that a toy engine understands."""
-    return [token], {"tokens": tokens, "seconds": HELD if until else seconds, "until": until, "dies": dies}
+    return [token], {"tokens": tokens, "seconds": HELD if until else seconds, "until": until}
