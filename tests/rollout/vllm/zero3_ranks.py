@@ -46,17 +46,6 @@ def zero3_engine(model_folder: str) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 
-def check_source(policy: Any, model: str) -> None:
-    """Shards come out whole, and stay shards."""
-    expected = dict(load_causal_lm(model).named_parameters())
-    for _ in range(2):
-        weights = ModuleWeights(policy, bucket_bytes=BUCKET_BYTES)
-        announced = [(info.name, info.shape, info.dtype) for info in weights.metadata()]
-        assert announced == [(name, tuple(one.shape), torch.float32) for name, one in expected.items()]
-        assert all(parameter.numel() == 0 for parameter in policy.module.parameters() if parameter.ds_numel > 100)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights)
-
-
 def check_that_nan_stops_all_ranks(policy: Any) -> None:
     """That is in the last rank's shard of one weight."""
     parameter: Any = policy.module.get_parameter("model.layers.1.mlp.down_proj.weight")
@@ -98,7 +87,6 @@ def serve(folder: Path, model: str) -> None:
     import ray
 
     policy = zero3_engine(model)
-    check_source(policy, model)
     if RANK == 0:
         ray.init(
             address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
@@ -123,6 +111,7 @@ def serve(folder: Path, model: str) -> None:
         policy.step()
         pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), version)
         assert pool.version == version
+        assert all(one.numel() == 0 for one in policy.module.parameters() if one.ds_numel > 100)  # still shards
         check_scores(policy, pool)
     check_samples_at_half_temperature(policy, pool)
 
