@@ -42,11 +42,6 @@ def test_value_matches_trl(case):
     torch.testing.assert_close(losses, torch.tensor(case["losses"], dtype=torch.float64), rtol=1e-10, atol=1e-14)
 
 
-def test_alphapo_joins_simpo_at_zero():
-    batch = pair_batch()
-    torch.testing.assert_close(simpo_loss(*batch, alpha=1e-9).loss, simpo_loss(*batch).loss)
-
-
 def finite(loss, pairs, **knobs):
     """The gradient of chosen and rejected log-probs, of one token each; it, the loss and metrics are finite."""
     leaf = torch.tensor(pairs, requires_grad=True)
