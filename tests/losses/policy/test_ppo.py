@@ -32,11 +32,13 @@ def test_log_ratio_clamp_takes_effect_and_can_be_off():
     assert ppo_loss(*inputs, log_ratio_clamp=None).loss.item() == pytest.approx(math.exp(30))
 
 
-def test_the_first_update_of_an_iteration_has_ratio_exactly_one():
+def test_the_first_update_of_an_iteration_has_ratio_exactly_one_and_later_ones_a_kl():
     batch = policy_batch(dtype=torch.float32)
     metrics = ppo_loss(batch.logprobs, batch.logprobs.detach(), *batch[2:]).metrics
     assert metrics["policy/ratio_mean"].item() == metrics["policy/ratio_max"].item() == 1.0
     assert metrics["policy/approx_kl"].item() == metrics["policy/clip_fraction"].item() == 0.0
+    moved = ppo_loss(batch.logprobs, batch.logprobs - 0.5, *batch[2:]).metrics
+    assert moved["policy/approx_kl"].item() == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
 
 
 def test_reference_logprobs_without_a_coefficient_are_measured_and_do_not_train():
