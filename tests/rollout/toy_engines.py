@@ -27,10 +27,8 @@ class ToyEngine:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.started = 0
         self.begun: set[str] = set()
         self.aborted: list[str] = []
-        self.cuts: list[str] = []
         self.slept: list[int] = []
         self.released: set[str] = set()
 
@@ -44,24 +42,19 @@ class ToyEngine:
         return {"seconds_since_step": 0.0, "paused": False}
 
     async def generate(self, key: str, requests: Sequence[Request]) -> list[Completion]:
-        self.started += len(requests)
         self.begun.add(key)
         return list(await asyncio.gather(*(self._answer(key, request) for request in requests)))
 
     async def _answer(self, key: str, request: Request) -> Completion:
         (first, *_), arguments = request
-        n, end, reason = arguments["tokens"], time.monotonic() + arguments["seconds"], "length"
-        while time.monotonic() < end and reason == "length" and key not in self.aborted:
+        n, end = arguments["tokens"], time.monotonic() + arguments["seconds"]
+        while time.monotonic() < end and key not in self.aborted:
             await asyncio.sleep(min(0.05, max(end - time.monotonic(), 0.0)))
-            n, reason = (1, "abort") if key in self.cuts else (n, reason)
             end = 0.0 if arguments["until"] in self.released else end
-        return Completion(np.full(n, first, np.int32), np.full(n, -0.5, np.float32), reason, [(3, n)])
+        return Completion(np.full(n, first, np.int32), np.full(n, -0.5, np.float32), "length", [(3, n)])
 
     async def release(self, name: str) -> None:
         self.released.add(name)
-
-    async def cut(self, keys: Sequence[str]) -> None:
-        self.cuts += keys
 
     async def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         if sequences[0][0] == BREAKS:
@@ -113,7 +106,7 @@ def toy_engines(num_engines: int, num_ranks: int = 1, **policy: Any) -> Engines:
 
 
 HELD = math.inf
-"""Seconds of a request that is not answered unless it is released or cut."""
+"""Seconds of a request that is not answered unless it is released."""
 
 
 def request(token: int = 7, *, tokens: int = 3, seconds: float = 0.0, until: str | None = None) -> Request:
