@@ -7,7 +7,15 @@ import torch
 
 from rlhfkit.losses import cross_entropy_loss, dft_loss, value_loss
 
-from .policy_cases import gradient, policy_batch
+from .policy_cases import OPENRLHF, gradient, policy_batch, tensors
+
+
+@pytest.mark.parametrize(("name", "clip"), [("clip05", 0.5), ("clip02", 0.2), ("noclip", None)])
+def test_openrlhf_golden_values(name, clip):
+    golden = tensors(OPENRLHF["value"])
+    mask = torch.tensor(OPENRLHF["inputs"]["mask"])
+    got = value_loss(golden["v"], golden["old"], golden["ret"], mask, clip=clip)
+    assert got.loss.item() == pytest.approx(OPENRLHF["value"][name], abs=1e-6)  # six digits are recorded
 
 
 def test_value_loss_by_hand():

@@ -3,13 +3,15 @@
 Where a project does something that is left behind on purpose, the test says so with a comment that starts "Quirk".
 """
 
+import json
+
 import pytest
 import torch
 
 from rlhfkit import losses
 from rlhfkit.losses.policy.base import policy_tokens
 
-from ..policy_cases import FIELD, TRL, gradient, tensors
+from ..policy_cases import FIELD, OPENRLHF, TRL, gradient, tensors
 
 TRL_INPUTS = tensors(TRL["grpo_loss"]["inputs"])
 TRL_CASES = {case["name"]: case for case in TRL["grpo_loss"]["cases"]}
@@ -21,6 +23,7 @@ TRL_AGGREGATION = {
 }
 FIELD_INPUTS = tensors(FIELD["inputs"])
 VERL = {name: case for name, case in FIELD["verl_policy_loss"].items() if name != "_config"}
+MOLT = FIELD["molt_policy_loss(clip .2/.28; cispo cap 1.28)"]
 
 
 def field(advantages="adv_seq"):
@@ -119,6 +122,7 @@ def test_trl_rloo_trainer(case):
     # Quirk: TRL's clip ratio counts sequences; here, as everywhere, tokens count.
     log_ratio = ((leaf - TRL_INPUTS[case["old"]]) * mask).sum(-1)
     clipped = (log_ratio.exp() < 0.8) & (TRL_INPUTS["advantages"] < 0)
+    assert clipped.float().mean().item() == pytest.approx(case["metrics"]["clip_ratio/low_mean"])
     counted = (clipped * mask.sum(-1)).sum() / mask.sum()
     assert output.metrics["policy/clip_fraction_low"].item() == pytest.approx(counted.item())
 
@@ -168,7 +172,11 @@ def test_verl_policy_losses(name):
     output = function(*inputs, **knobs)
     check(output, leaf, case, 1e-8)  # verl adds 1e-8 to its counts
     metrics = case["metrics"]
-    if metrics and kind != "kl_cov":  # Quirk: there verl logs the mean of |log ratio| under the name of the KL.
+    if kind == "kl_cov":
+        # Quirk: here verl logs the mean of |log ratio| under the name of the KL.
+        moved = (leaf.detach() - inputs[1]).abs()
+        assert metrics["actor/ppo_kl"] == pytest.approx((moved * mask).sum().item() / mask.sum().item())
+    elif metrics:
         assert output.metrics["policy/ppo_kl"].item() == pytest.approx(metrics["actor/ppo_kl"], rel=1e-6)
     if kind in ("vanilla", "cispo", "gspo"):
         assert output.metrics["policy/clip_fraction"].item() == pytest.approx(metrics["actor/pg_clipfrac"])
@@ -176,7 +184,98 @@ def test_verl_policy_losses(name):
         assert output.metrics["policy/covariance_fraction"].item() == pytest.approx(metrics["actor/pg_clipfrac"])
 
 
+@pytest.mark.parametrize("name", MOLT)
+def test_molt_policy_losses(name):
+    case, (kind, mode, level, correction, bounds) = MOLT[name], name.split("|")
+    leaf, _, _, mask = inputs = field()
+    weights = None
+    if level != "off":
+        low, high = json.loads(bounds)
+        knobs = {"level": "token", "mode": correction, "low": low, "high": high}
+        if level == "seq":
+            # Molt rejects by the sequence and weighs by the token.
+            knobs = {"mode": "none", "high": None, "reject": ("sequence", low, high)}
+        correction = losses.importance_weights(FIELD_INPUTS["old"], FIELD_INPUTS["rollout"], mask, **knobs)
+        weights = correction.weights
+        measured = losses.mismatch_metrics(FIELD_INPUTS["old"], FIELD_INPUTS["rollout"], mask)
+        assert measured["rollout_corr/kl"].item() == pytest.approx(case["vllm_kl"], rel=1e-6)
+        if level == "token":
+            fraction = correction.metrics["rollout_corr/is_bounded_fraction"].item()
+        else:
+            fraction = (~correction.keep).any(-1).double().mean().item()  # of the sequences
+        assert fraction == pytest.approx(case["is_filter_ratio"])
+    aggregation = "token-mean" if mode == "token-mean" else "sequence-mean-token-mean"
+    knobs = {"weights": weights, "aggregation": aggregation}
+    if kind == "ppo":
+        output = losses.ppo_loss(*inputs, clip_high=0.28, **knobs)
+    elif kind == "gspo":
+        # Molt's GSPO has the gradient of GSPO-token, which differs where tokens have weights of their own.
+        output = losses.gspo_token_loss(*inputs, clip_low=0.2, clip_high=0.28, **knobs)
+    else:
+        output = losses.cispo_loss(*inputs, ratio_max=1.28, **knobs)
+    check(output, leaf, case, 1e-6)  # float32 inside Molt
+    assert output.metrics["policy/ppo_kl"].item() == pytest.approx(case["policy_kl"], rel=1e-6)
+    assert output.metrics["policy/clip_fraction"].item() == pytest.approx(case["clip_ratio"])
+
+
 def test_prime_rl_dppo():
     leaf, *_ = inputs = field()
     output = losses.dppo_loss(*inputs, rollout_logprobs=FIELD_INPUTS["rollout"], denominator=1.0)
     check(output, leaf, FIELD["prime_rl"]["dppo_default(mask .2/.2, kl_tau 1e-3, adv_tau 1)"])
+
+
+def test_prime_rl_on_policy_distillation():
+    leaf, old, _, mask = field()
+    advantages = losses.on_policy_distillation_advantages(leaf, old, mask)
+    # Quirk: prime-rl drops tokens of this stream by their reward advantage, which it has none of, so that the side is
+    # always the lower one; here the side is that of the advantage which is trained on.
+    advantages[leaf.detach().exp() - FIELD_INPUTS["rollout"].exp() < -0.2] = 0.0
+    knobs = {"rollout_logprobs": FIELD_INPUTS["rollout"], "mask_low": 1.0, "mask_high": 1.0, "denominator": 1.0}
+    output = losses.dppo_loss(leaf, old, advantages, mask, **knobs)
+    check(output, leaf, FIELD["prime_rl"]["ref_kl_opd(ref=old)"], 1e-6)  # float32 inside prime-rl
+
+
+def test_areal_losses():
+    leaf, *_ = inputs = field()
+    areal = FIELD["areal"]
+    check(losses.sapo_loss(*inputs, aggregation="token-mean"), leaf, areal["sapo(tau 1/1.05, token-mean)"])
+    gspo = losses.gspo_loss(*inputs, clip_low=0.2, clip_high=0.2, aggregation="token-mean")
+    check(gspo, leaf, areal["gspo(seq) eps .2"])
+    # The case leaves the proximal policy equal to the one that sampled, so the weights are 1.
+    decoupled = losses.decoupled_ppo_loss(*inputs, rollout_logprobs=inputs[1], dual_clip=3.0)
+    check(decoupled, leaf, areal["decoupled_ppo(no rs) eps .2 c 3"])
+
+
+def test_slime_cispo():
+    expected = torch.tensor(FIELD["slime"]["cispo_per_token(eps_low 1.0, high .28)"], dtype=torch.float64)
+    got = losses.cispo_loss(*field(), ratio_max=1.28).tokens["loss"]
+    torch.testing.assert_close(got, expected * FIELD_INPUTS["mask"], rtol=1e-6, atol=1e-6)  # float32 inside slime
+
+
+OPENRLHF_CASES = {
+    "ppo": (losses.ppo_loss, {}),
+    "ppo_low.2_high.28": (losses.ppo_loss, {"clip_high": 0.28}),
+    "ppo_dual1.5": (losses.ppo_loss, {"dual_clip": 1.5}),
+    "ppo_seqmean": (losses.ppo_loss, {"aggregation": "sequence-mean-token-mean"}),
+    "ppo_global_N20_dp2": (losses.ppo_loss, {"denominator": 20 / 2}),
+    # Quirk: OpenRLHF clips a sequence's ratio with the 0.2 of a token's.
+    "gspo": (losses.gspo_loss, {"clip_low": 0.2, "clip_high": 0.2}),
+    "tis": (losses.ppo_loss, {}),
+    "seq-mask-tis": (losses.ppo_loss, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPENRLHF["policy(loss,clip_ratio,ppo_kl,vllm_kl)"])
+def test_openrlhf_policy_losses(name):
+    inputs, (function, knobs) = tensors(OPENRLHF["inputs"]), OPENRLHF_CASES[name]
+    loss, clip_fraction, ppo_kl, vllm_kl = OPENRLHF["policy(loss,clip_ratio,ppo_kl,vllm_kl)"][name]
+    if vllm_kl is not None:
+        preset = {"mode": "clip", "low": 0.5, "high": 5.0} if name == "tis" else losses.CORRECTION_PRESETS[name]
+        correction = losses.importance_weights(inputs["old"], inputs["rollout"], inputs["mask"], **preset)
+        knobs = {**knobs, "weights": correction.weights}
+        measured = losses.mismatch_metrics(inputs["old"], inputs["rollout"], inputs["mask"])
+        assert measured["rollout_corr/kl"].item() == pytest.approx(vllm_kl, abs=1e-6)
+    output = function(inputs["logp"], inputs["old"], inputs["adv"], inputs["mask"], **knobs)
+    assert output.loss.item() == pytest.approx(loss, abs=1e-6)  # six digits are recorded
+    assert output.metrics["policy/clip_fraction"].item() == pytest.approx(clip_fraction, abs=1e-6)
+    assert output.metrics["policy/ppo_kl"].item() == pytest.approx(ppo_kl, abs=1e-6)

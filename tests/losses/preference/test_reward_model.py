@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from rlhfkit.losses import bradley_terry_loss, process_reward_loss
 
-from ..policy_cases import TRL
+from ..policy_cases import OPENRLHF, TRL
 
 
 def step_batch(*classes: int, soft: bool = False):
@@ -28,6 +28,28 @@ def test_value_gradient_and_metrics_match_trl(case):
     names |= {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}
     for theirs, ours in names.items():  # TRL logs in float32
         assert output.metrics[ours].item() == pytest.approx(case["metrics"][theirs], rel=2e-5), ours
+
+
+def test_value_matches_openrlhf():
+    case = OPENRLHF["rm"]
+    chosen, rejected, margin = (torch.tensor(case[name]) for name in ("c", "r", "margin"))
+    assert bradley_terry_loss(chosen, rejected).loss.item() == pytest.approx(case["sigmoid"], abs=1e-6)
+    with_margin = bradley_terry_loss(chosen, rejected, margin=margin)
+    assert with_margin.loss.item() == pytest.approx(case["sigmoid_margin"], abs=1e-6)
+    # Quirk left behind: OpenRLHF's logexp is another way to write the same number, infinite for large gaps.
+    assert bradley_terry_loss(chosen, rejected).loss.item() == pytest.approx(case["logexp"], abs=1e-6)
+
+
+def test_steps_match_openrlhf():
+    # Quirk left behind: OpenRLHF's own data set cannot make float labels, so that the path never ran; its loss did.
+    case = OPENRLHF["prm"]
+    logits = torch.tensor(case["logits"])[..., case["reward_token_ids"]]
+    hard = torch.tensor(case["hard_labels"]) - case["reward_token_ids"][0]  # token ids 2, 3 to classes 0, 1
+    for name, labels in (("hard", hard), ("soft", torch.tensor(case["soft_labels"]))):
+        output = process_reward_loss(logits, labels, torch.tensor(case["inputs"]) == case["placeholder"])
+        assert output.loss.item() == pytest.approx(case[name][0], abs=1e-6)
+        assert output.metrics["prm/accuracy"] == case[name][1]
+        assert output.metrics["prm/steps"] == 2
 
 
 def test_ties_are_wrong_and_large_gaps_finite():

@@ -6,7 +6,7 @@ import torch
 from rlhfkit.losses import kto_kl_estimate, kto_loss, sequence_logprobs
 from rlhfkit.losses.preference.unpaired import density_ratio_weights, kto_kl_sums
 
-from ..policy_cases import TRL
+from ..policy_cases import OPENRLHF, TRL
 
 
 @pytest.mark.parametrize("case", TRL["kto"]["cases"], ids=lambda case: case["name"])
@@ -36,6 +36,28 @@ def test_value_gradient_and_metrics_match_trl(case):
     for name, value in case["metrics"].items():
         if name in output.metrics:  # without a KL term TRL logs kl = 0, we log none
             assert output.metrics[name].item() == pytest.approx(value, rel=1e-10), name
+
+
+def test_unpaired_value_and_rewards_match_openrlhf():
+    case, inputs = OPENRLHF["kto"], OPENRLHF["kto"]["inputs"]
+    chosen, ref_chosen, rejected, ref_rejected, mismatched, ref_mismatched = (
+        torch.tensor(inputs[name]) for name in ("pol_chosen", "ref_chosen", "pol_rej", "ref_rej", "pol_KL", "ref_KL")
+    )
+    loss, chosen_rewards, rejected_rewards, kl = case["out_loss_cr_rr_KL"]
+    output = kto_loss(
+        torch.cat([chosen, rejected]),
+        torch.cat([ref_chosen, ref_rejected]),
+        torch.tensor([True, True, False]),
+        kto_kl_estimate(kto_kl_sums(mismatched, ref_mismatched)),
+        beta=inputs["beta"],
+        desirable_weight=inputs["desirable"],
+        undesirable_weight=inputs["undesirable"],
+    )
+    assert output.loss.item() == pytest.approx(loss, abs=1e-6)
+    assert output.metrics["kl"].item() == pytest.approx(kl)
+    assert output.metrics["rewards/chosen"].item() == pytest.approx(sum(chosen_rewards) / 2, abs=1e-6)
+    assert output.metrics["rewards/rejected"].item() == pytest.approx(rejected_rewards[0])
+    assert (output.metrics["count/chosen"], output.metrics["count/rejected"]) == (2, 1)
 
 
 def test_estimate_over_ranks_clamps_after_the_sum():
