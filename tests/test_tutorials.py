@@ -167,19 +167,20 @@ def test_two_ranks_divide_a_row_compute_half_of_the_tokens_each_and_make_the_sam
 @pytest.mark.slow
 def test_the_demo_learns_and_writes_its_report(tmp_path: Path) -> None:
     """A process of its own, as ``make demo`` starts, in another folder."""
-    command = [sys.executable, "-m", "rlhfkit", "demo", "--folder", tmp_path, "--iterations", "20"]
+    command = [sys.executable, "-m", "rlhfkit", "demo", "--folder", tmp_path, "--iterations", "40"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     before, after = (float(x) for x in re.findall(r"held-out accuracy \w+ GRPO: +([\d.]+)%", done.stdout))
+    # 14 points with AVX-512, 13 with AVX2; after 20 iterations they are 11 and 2.
     assert after >= before + 5, done.stdout[-1500:]
     report = Path(re.findall(r"open (\S+)", done.stdout)[0])
     [run] = read_page(report)
     assert run.state == "finished"
-    assert run.curves["rollout/reward"].xs[-1] == 19
+    assert run.curves["rollout/reward"].xs[-1] == 39
     assert (tmp_path / "grpo_model" / "model.safetensors").is_file()
-    assert (report.parent / "metrics.csv").read_text().count("\n") > 20
-    assert len(re.findall(r"^iteration +20 of 20: ", done.stdout, re.MULTILINE)) == 1
+    assert (report.parent / "metrics.csv").read_text().count("\n") > 40
+    assert len(re.findall(r"^iteration +[24]0 of 40: ", done.stdout, re.MULTILINE)) == 2
     assert done.stdout.rstrip().splitlines()[-1].strip().startswith("rlhfkit init grpo")

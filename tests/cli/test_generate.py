@@ -83,7 +83,11 @@ def test_a_second_start_finishes_an_interrupted_file_with_the_same_samples_and_l
     assert len(read_lines(output)) == 4 * 3
     output.write_bytes(output.read_bytes()[:-7])  # and the last line was torn
     run(model, output)
-    assert output.read_bytes() == whole.read_bytes()
+    rows, expected = read_lines(output), read_lines(whole)
+    # With AVX2 the last bits of a product of matrices depend on how many rows they have.
+    logprobs = [[row.pop("logprob") for row in each] for each in (rows, expected)]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-5)
+    assert rows == expected
     before = output.stat().st_mtime_ns
     idle = Seen()
     run(model, output, engine=idle)

@@ -225,9 +225,11 @@ CLASSIFIERS: dict[type, Any] = {
 }
 
 
-# Llama's norms round to float32 in any precision, and where sums are in another order the last bits before them differ.
-CLOSE = dict.fromkeys((DPOModule, BCOModule), (1e-7, 1e-6, 1e-8)) | dict.fromkeys(CLASSIFIERS, (3e-6, 1e-5, 1e-6))
-"""Tolerances of losses, and relative and absolute ones of weights, of these modules."""
+# Llama's norms round to float32 in any precision, and where sums are in another order the last bits before them differ:
+# with other rows beside them (DPO, BCO), and with AVX2 in every module.
+CLOSE = (5e-7, 1e-6, 1e-7)
+"""Tolerances of losses, and relative and absolute ones of weights; other ones of models with a head."""
+CLOSE_CLASSIFIERS = (3e-6, 1e-5, 1e-6)
 
 
 def by_sgd(model: Any, loss_of: Callable[[list[int]], Tensor], lr: float) -> list[float]:
@@ -267,7 +269,7 @@ def test_training_is_the_loop_by_hand(
     losses = by_sgd(policy, loss_of, start.lr)
     given = knobs | {"loading": ModelLoading(attention="eager")}
     run = data_runs.fit(folder, kind, 2, knobs=given, precision="64-true")
-    close, rtol, atol = CLOSE.get(kind, (1e-10, 1e-6, 1e-10))
+    close, rtol, atol = CLOSE_CLASSIFIERS if kind in CLASSIFIERS else CLOSE
     assert run.totals == pytest.approx(losses, rel=close)
     trained = run.module.policy.model if kind in CLASSIFIERS else run.module.policy
     for name, expected in policy.state_dict().items():
