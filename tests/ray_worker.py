@@ -23,10 +23,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-FOLDER = "RLHFKIT_RAY_PARENTS"
+FOLDER = "RLHFKIT_TEST_PARENTS"
 """Variable with the folder of the parents' sockets, and the process that they end with."""
 FIRST_JOB = "01000000"
 """Workers of a later driver of a Ray are not forked: they were seen to wait for ever."""
@@ -35,11 +36,11 @@ WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "TOKENIZER
 RAY = ("ray", "ray._private.node", "ray.actor", "ray._private.async_compat", "ray._private.runtime_env.setup_hook")
 ENGINE = ("vllm.v1.engine.llm_engine", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker", "xgrammar")
 OTHERS = ("torch", "transformers.models.llama.modeling_llama", "datasets", "peft", "deepspeed", "networkx",
-          "deepspeed.runtime.zero.muon.muon_optimizer")  # fmt: skip
+          "deepspeed.runtime.zero.muon.muon_optimizer", "torchmetrics")  # fmt: skip
 
 
 def share() -> None:
-    """Let this process and all that it starts have the same parents of workers, which end with it."""
+    """Let this process and all that it starts have the same parents of workers and of ranks, which end with it."""
     if FOLDER not in os.environ:
         folder = tempfile.mkdtemp(prefix="workers", dir="/tmp")  # paths of sockets are short
         os.environ[FOLDER] = f"{folder}:{os.getpid()}"
@@ -85,9 +86,8 @@ def main(arguments: list[str]) -> None:
 
 def be_worker(command: list[str], variables: dict[str, str]) -> None:
     """Ask for a process, and end as it does; returns if there is none."""
-    read_at_import = variables | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    name = hashlib.sha256(json.dumps(read_at_import, sort_keys=True).encode()).hexdigest()[:16]
-    parent = connect(os.path.join(os.environ[FOLDER].rpartition(":")[0], name))
+    name = hashlib.sha256(json.dumps(variables, sort_keys=True).encode()).hexdigest()[:16]
+    parent = connect(name, [__file__, "parent"], {"PYTHONPATH": ""})
     request = {"command": command, "environment": dict(os.environ), "place": os.getcwd()}
     try:
         socket.send_fds(parent, [b"\n"], [0, 1, 2])
@@ -104,8 +104,17 @@ def be_worker(command: list[str], variables: dict[str, str]) -> None:
     os._exit(code)
 
 
-def connect(path: str) -> socket.socket:
-    """To the parent, which reads what it is asked when it has imported everything."""
+def place_of(name: str) -> str:
+    """Of the socket of a parent; what it prints is in the file of the same name with ``.log``."""
+    return os.path.join(os.environ[FOLDER].rpartition(":")[0], name)
+
+
+def connect(name: str, program: list[str], variables: dict[str, str]) -> socket.socket:
+    """To the parent of this name, which reads what it is asked when it has imported everything.
+
+    The first one starts it: a program that is given the number of a socket that listens, with these variables.
+    """
+    path = place_of(name)
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         client = socket.socket(socket.AF_UNIX)
@@ -118,8 +127,8 @@ def connect(path: str) -> socket.socket:
             server.bind(path)
             server.listen(64)
             subprocess.Popen(
-                [sys.executable, __file__, "parent", str(server.fileno())],
-                env=os.environ | WITHOUT_THREADS,
+                [sys.executable, "-u", *program, str(server.fileno())],
+                env=os.environ | WITHOUT_THREADS | variables,
                 pass_fds=[server.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -142,8 +151,8 @@ def preload() -> None:
     gc.freeze()
 
 
-def serve(server: socket.socket) -> None:
-    """Fork a worker for each request, until the tests have ended."""
+def serve(server: socket.socket, fork: Callable[[selectors.BaseSelector, socket.socket], None]) -> None:
+    """Fork a process for each connection, until the tests have ended."""
     with selectors.DefaultSelector() as ready:
         ready.register(os.pidfd_open(int(os.environ[FOLDER].rpartition(":")[2])), selectors.EVENT_READ, sys.exit)
         ready.register(server, selectors.EVENT_READ, partial(fork, ready, server))
@@ -153,7 +162,7 @@ def serve(server: socket.socket) -> None:
                     key.data()
 
 
-def fork(ready: selectors.BaseSelector, server: socket.socket) -> None:
+def fork_worker(ready: selectors.BaseSelector, server: socket.socket) -> None:
     """Fork the worker that a stand-in asks for."""
     client = server.accept()[0]
     files = socket.recv_fds(client, 1, 3)[1]
@@ -210,7 +219,8 @@ def become_worker(request: dict[str, Any], files: list[int]) -> None:
     os.chdir(request["place"])
     numpy.random.seed()
     sys.argv = request["command"]
-    sys.path[0] = os.path.dirname(sys.argv[0])
+    places = os.environ.get("PYTHONPATH")  # that of each worker may be another
+    sys.path[:1] = [os.path.dirname(sys.argv[0]), *(places.split(os.pathsep) if places else [])]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
@@ -218,5 +228,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "parent":
         sys.path[0] = os.path.dirname(os.path.abspath(__file__))
         preload()
-        serve(socket.socket(fileno=int(sys.argv[2])))
+        serve(socket.socket(fileno=int(sys.argv[2])), fork_worker)
     main(sys.argv[1:])

@@ -1,24 +1,31 @@
 """The parent of all ranks with one number: it has imported everything once, and forks a rank whenever it is asked to.
 
 Importing torch, Lightning, DeepSpeed and Transformers costs several seconds of processor time, a fork 30 milliseconds.
-Ranks 0 and 1 have parents of their own, plain single-threaded Python processes: what differs between real ranks (the
-seed of string hashes, what Lightning read from ``LOCAL_RANK`` when it was imported) differs here too. The parents of
-further ranks are forked from that of rank 1, which spares their imports.
+Ranks 0 and 1 come from processes of their own, plain single-threaded Python: what differs between real ranks (the
+seed of string hashes, what Lightning read from ``LOCAL_RANK`` when it was imported) differs here too. All processes of
+the tests share the two, which fork a parent of ranks for each of them, that of rank 1 also those of further ranks.
 
-Reads requests from its standard input, one JSON line each, and answers with the process id of the rank and, when the
-rank has ended, its exit code. It ends with the process that has started it.
+A parent reads from its connection the number of its ranks and then requests, one JSON line each, and answers with the
+process id of the rank and, when the rank has ended, its exit code.
 """
 
 import gc
 import importlib
 import json
 import os
+import selectors
+import signal
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+sys.path[0] = str(Path(__file__).parents[1])  # the root of the tests, not this folder
+
+import ray_worker  # noqa: E402
 
 PRELOADED = (
     "torch",
@@ -37,9 +44,6 @@ PRELOADED = (
 
 def preload() -> None:
     """Import what ranks need, and keep the garbage collector from ever looking at it again."""
-    import ray_worker
-
-    os.environ.update(ray_worker.WITHOUT_THREADS)
     for name in PRELOADED:
         importlib.import_module(name)
     import rlhfkit
@@ -70,53 +74,48 @@ def become_rank(request: dict[str, Any]) -> None:
     (folder / f"result_{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(value))
 
 
-def become_parent(rank: int, requests: str, answers: str) -> None:
-    """In the forked process: serve the ranks with another number, through named pipes."""
+def become_parent(connection: socket.socket) -> None:
+    """In the forked process: serve ranks with one number until nobody asks any more."""
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-    os.environ["LOCAL_RANK"] = str(rank)
-    rank_zero_only.rank = rank  # read from the environment at import
-    numbers = os.open(answers, os.O_WRONLY)
-    with open(requests) as lines:
-        os.dup2(lines.fileno(), 0)  # of the process that this one was forked from
-        serve(lines, numbers)
-
-
-def main() -> None:
-    """Serve until nobody asks any more."""
-    answers = os.dup(1)
-    os.dup2(2, 1)  # libraries print while they are imported
-    preload()
-    serve(sys.stdin, answers)
-
-
-def serve(lines: Iterable[str], answers: int) -> None:
-    """Fork a rank, or the parent of ranks with another number, for every request."""
+    lines = connection.makefile()
+    os.environ["LOCAL_RANK"] = lines.readline().strip()
+    rank_zero_only.rank = int(os.environ["LOCAL_RANK"])  # read from the environment at import
     for line in lines:
         request = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            os.close(answers)
-            code = 1
-            try:
-                if "parent" in request:
-                    become_parent(*request["parent"])
-                else:
-                    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                    become_rank(request)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        if "parent" in request:
-            continue
-        os.write(answers, b"%d\n" % pid)
-        os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            lines.close()
+            run_to_end(become_rank, request, connection)
+        connection.sendall(b"%d\n" % pid)
+        connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def run_to_end(function: Callable[..., None], argument: Any, other: socket.socket) -> NoReturn:
+    """Of a forked process, to which ``other`` does not belong."""
+    code = 1
+    try:
+        other.close()
+        function(argument)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def fork_parent(ready: selectors.BaseSelector, server: socket.socket) -> None:
+    """For a process of the tests."""
+    connection = server.accept()[0]
+    if os.fork() == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        run_to_end(become_parent, connection, server)
+    connection.close()
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parent.parent)  # the root of the tests, not this folder
-    main()
+    preload()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the parents
+    ray_worker.serve(socket.socket(fileno=int(sys.argv[1])), fork_parent)

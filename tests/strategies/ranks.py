@@ -1,6 +1,5 @@
 """Start a function of the tests on several ranks, each a real process over gloo, and collect what it returns."""
 
-import atexit
 import contextlib
 import functools
 import json
@@ -9,15 +8,13 @@ import random
 import select
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
+import ray_worker
 
 FOLDER = Path(__file__).parent
 _NAMES: list[socket.socket] = []
@@ -57,57 +54,26 @@ def rank_environment(rank: int, ranks: int, port: int, folder: Path) -> dict[str
 class RankForker:
     """The process that forks all ranks with one number (``rank_forker.py``)."""
 
-    log: IO[bytes]
-    requests: IO[bytes]
-    answers: IO[bytes]
-
     def __init__(self, rank: int) -> None:
-        if rank > 1:
-            self._fork(rank)
-        else:
-            self._start(rank)
-
-    def _fork(self, rank: int) -> None:
-        """From the parent of rank 1, which must not be waiting for a rank."""
-        first = forker_of(1)
-        with tempfile.TemporaryDirectory() as folder:
-            pipes = [f"{folder}/requests", f"{folder}/answers"]
-            for pipe in pipes:
-                os.mkfifo(pipe)
-            first.ask({"parent": [rank, *pipes]})
-            # Each end waits for the other to be opened; they are open as long as this process.
-            self.log = first.log
-            self.answers = open(pipes[1], "rb", 0)  # noqa: SIM115
-            self.requests = open(pipes[0], "wb", 0)  # noqa: SIM115
-
-    def _start(self, rank: int) -> None:
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process)
-        environment = os.environ | {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [sys.executable, "-u", str(FOLDER / "rank_forker.py")],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            bufsize=0,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.requests, self.answers = process.stdin, process.stdout
-        atexit.register(process.kill)
+        ray_worker.share()
+        self.name = f"rank_{min(rank, 1)}"
+        variables = {"LOCAL_RANK": str(min(rank, 1)), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
+        self.connection = ray_worker.connect(self.name, [str(FOLDER / "rank_forker.py")], variables)
+        self.answers = self.connection.makefile("rb", 0)
+        self.connection.sendall(b"%d\n" % rank)
 
     def ask(self, request: dict[str, Any]) -> None:
         """For a rank."""
-        self.requests.write(json.dumps(request).encode() + b"\n")
+        self.connection.sendall(json.dumps(request).encode() + b"\n")
 
     def answer(self, timeout: float) -> int | None:
         """The next number, or None if there is none within ``timeout`` seconds."""
-        if not select.select([self.answers], [], [], timeout)[0]:
+        if not select.select([self.connection], [], [], timeout)[0]:
             return None
         line = self.answers.readline()
         if not line:
-            self.log.seek(0)
-            raise AssertionError(f"the parent of the ranks died\n{self.log.read().decode()[-5000:]}")
+            log = Path(ray_worker.place_of(self.name) + ".log").read_text()
+            raise AssertionError(f"the parent of the ranks died\n{log[-5000:]}")
         return int(line)
 
 
@@ -154,7 +120,7 @@ def start(function: Function, ranks: int, folder: Path, **arguments: Any) -> lis
     name = function if isinstance(function, str) else f"{function.__module__}:{function.__name__}"
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    forkers = [forker_of(rank) for rank in range(ranks)]  # before the first, from which others are forked, has work
+    forkers = [forker_of(rank) for rank in range(ranks)]
     for rank, forker in enumerate(forkers):
         (folder / f"result_{rank}.json").unlink(missing_ok=True)
         log = folder / f"rank_{rank}.log"
