@@ -115,15 +115,14 @@ def a_plan_that_cannot_be_met_says_what_is_missing_and_what_there_is_and_holds_n
 
 
 def on_simulated_machines(folder: Path) -> None:
-    """A driver, itself forked: three machines of four GPUs; a fourth without any."""
+    """A driver, itself forked: three machines of four GPUs."""
     import ray
     from ray.cluster_utils import Cluster
 
-    small = {"object_store_memory": 80 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 4, **small})
-    for _ in range(2):
-        cluster.add_node(num_cpus=8, num_gpus=4, **small)
-    cluster.add_node(num_cpus=8, resources={"large_memory": 1}, **small)
+    machine = {"num_cpus": 8, "num_gpus": 4, "object_store_memory": 80 * 2**20, "include_log_monitor": False}
+    cluster = Cluster(initialize_head=True, head_node_args=machine | {"include_dashboard": False})
+    for resources in ({}, {"large_memory": 1}):
+        cluster.add_node(**machine, resources=resources)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("LOCAL_RANK", "NODE_RANK"):  # of a launcher, whose other ranks place nothing
             patch.delenv(name)

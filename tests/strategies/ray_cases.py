@@ -134,7 +134,7 @@ def drive_two_machines(folder: Path) -> None:
     os.environ.pop("RAY_ADDRESS", None)
     cluster = Cluster()
     cluster.add_node(num_cpus=1, include_dashboard=False, include_log_monitor=False, object_store_memory=80 * 2**20)
-    cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20)
+    cluster.add_node(num_cpus=2, include_log_monitor=False, object_store_memory=80 * 2**20)
     try:
         ray.init(address=cluster.address, log_to_driver=False)
         for ranks in (3, 2):

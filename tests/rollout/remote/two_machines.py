@@ -24,7 +24,7 @@ def two_machines() -> Iterator[Cluster]:
     import ray
 
     cluster = Cluster(initialize_head=True, head_node_args=HEAD)
-    cluster.add_node(num_cpus=1)
+    cluster.add_node(num_cpus=1, include_log_monitor=False)
     os.environ["RAY_ADDRESS"] = cluster.address
     try:
         yield cluster
