@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -139,22 +138,19 @@ def test_two_nodes_of_slurm_or_torchrun_train_what_one_process_trains(
         assert torch.equal(by_torchrun[name], by_slurm[name])
 
 
-def end_processes(folder: Path) -> None:
-    """End what Ray has started with this folder."""
-    import psutil
-
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("RAY_TMPDIR") == str(folder):
-                process.kill()
-
-
 @pytest.fixture
 def ray_folder() -> Iterator[Path]:
     """A short path for Ray's sockets; what is started with it ends with the test."""
+    import psutil
+
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
-        end_processes(Path(folder))
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("RAY_TMPDIR") == folder:
+                    process.kill()
+            except psutil.Error:
+                continue
 
 
 @pytest.fixture
@@ -186,11 +182,35 @@ def logged(world: Path, version: int) -> list[dict[str, str]]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("aiohttp_cors") is None, reason="jobs need ray[default]")
-def test_a_job_that_is_submitted_to_ray_trains_on_two_nodes_and_one_of_slurm_goes_on_with_its_run(
-    world: Path, ray_folder: Path, ray_variables: dict[str, str]
+def test_a_job_of_slurm_trains_on_two_nodes_of_ray_and_goes_on_when_it_is_started_again(
+    world: Path, ray_variables: dict[str, str]
 ) -> None:
-    """In the common folder. The driver of Slurm's is in the batch script."""
+    """The driver is in the batch script."""
+    (world / "bin/srun").write_text(OTHER_NODE)
+    (world / "bin/srun").chmod(0o755)
+    job = {"JOB_ID": "4711", "JOB_NAME": "grpo", "NTASKS": "2", "NTASKS_PER_NODE": "1", "NODEID": "0", "NNODES": "2"}
+    more = ray_variables | {f"SLURM_{name}": value for name, value in job.items()}
+
+    def submit(*options: str) -> None:
+        text = script("ray start --head --port").replace("6379", str(free_port()))
+        text = text.replace("ray start --head", "ray start --head --num-cpus=2 --include-dashboard=false")
+        text = text.replace("--ckpt_path last", " ".join(["--ckpt_path last", *options]))
+        train(text, world, **more)
+
+    submit()
+    rows = logged(world, 0)
+    assert {row["policy/ref_kl"] for row in rows if row["policy/ref_kl"]}
+    assert max(int(row["step"]) for row in rows) == 3  # 2 iterations of 8 * 2 samples, in updates of 2 ranks * 4
+    assert (world / "runs/grpo/checkpoints/last.ckpt").exists()
+
+    submit("--trainer.max_epochs", "3")
+    assert {int(row["step"]) for row in logged(world, 1)} == {4, 5}  # the third iteration only
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("aiohttp_cors") is None, reason="jobs need ray[default]")
+def test_a_job_that_is_submitted_to_ray_trains_in_the_common_folder(world: Path, ray_variables: dict[str, str]) -> None:
     head, dashboard = free_port(), free_port()
     text = script("ray start --head                ") + script("ray job submit")
     text = text.replace(
@@ -206,18 +226,7 @@ def test_a_job_that_is_submitted_to_ray_trains_on_two_nodes_and_one_of_slurm_goe
         f"until {submit} > submitted.txt 2>&1; do grep -q '{early}' submitted.txt || exit 1; sleep 2; done"
     )
     train("\n".join(lines), world, **ray_variables)
-    assert "succeeded" in (world / "submitted.txt").read_text()
-    rows = logged(world, 0)
-    assert {row["policy/ref_kl"] for row in rows if row["policy/ref_kl"]}
-    assert max(int(row["step"]) for row in rows) == 3  # 2 iterations of 8 * 2 samples, in updates of 2 ranks * 4
+    printed = (world / "submitted.txt").read_text()
+    assert "succeeded" in printed
+    assert {row["policy/ref_kl"] for row in logged(world, 0) if row["policy/ref_kl"]}
     assert (world / "runs/grpo/checkpoints/last.ckpt").exists()
-    end_processes(ray_folder)
-
-    (world / "bin/srun").write_text(OTHER_NODE)
-    (world / "bin/srun").chmod(0o755)
-    job = {"JOB_ID": "4711", "JOB_NAME": "grpo", "NTASKS": "2", "NTASKS_PER_NODE": "1", "NODEID": "0", "NNODES": "2"}
-    text = script("ray start --head --port").replace("6379", str(free_port()))
-    text = text.replace("ray start --head", "ray start --head --num-cpus=2 --include-dashboard=false")
-    text = text.replace("--ckpt_path last", "--ckpt_path last --trainer.max_epochs 3")
-    train(text, world, **ray_variables, **{f"SLURM_{name}": value for name, value in job.items()})
-    assert {int(row["step"]) for row in logged(world, 1)} == {4, 5}  # the third iteration only
