@@ -50,6 +50,14 @@ def test_equal_models_give_zero_and_others_more(divergence, form):
     assert distillation_loss(student, teacher, mask, divergence=divergence, **form).loss > 1e-3
 
 
+def test_jensen_shannon_weighs_teacher_and_student_alike_unless_told_otherwise():
+    student, teacher, mask = logits_batch()
+    there, back = (
+        distillation_loss(*pair, mask, divergence="jsd") for pair in ((student, teacher), (teacher, student))
+    )
+    torch.testing.assert_close(there.loss, back.loss)
+
+
 @pytest.mark.parametrize("remainder", ["bucket", "renormalize"])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_sparse_teacher_is_the_top_k_of_the_dense_one(divergence, remainder):

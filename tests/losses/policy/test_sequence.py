@@ -2,7 +2,7 @@
 
 import torch
 
-from rlhfkit.losses import gmpo_loss, gspo_token_loss, vespo_loss
+from rlhfkit.losses import gmpo_loss, gspo_loss, gspo_token_loss, vespo_loss
 
 from ..policy_cases import gradient, policy_batch
 
@@ -14,6 +14,13 @@ def test_gspo_token_gives_each_token_its_own_advantage():
     count = batch.mask.sum(-1, keepdim=True)
     expected = -(log_ratio.sum(-1, keepdim=True) / count).exp() * batch.advantages * batch.mask / count
     torch.testing.assert_close(got, expected)
+
+
+def test_gspo_clips_at_the_distances_of_its_paper():
+    ratio = torch.tensor([1 - 3.1e-4, 1 - 2.9e-4, 1 + 3.9e-4, 1 + 4.1e-4], dtype=torch.float64)
+    logprobs, advantages = ratio.log()[:, None].requires_grad_(), torch.tensor([[-1.0], [-1.0], [1.0], [1.0]])
+    loss = gspo_loss(logprobs, torch.zeros_like(logprobs), advantages, torch.ones(4, 1)).loss
+    assert (gradient(loss, logprobs)[:, 0] != 0).tolist() == [False, True, True, False]
 
 
 def test_gmpo_counts_the_tokens_that_its_bounds_hold():
