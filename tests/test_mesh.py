@@ -1,6 +1,7 @@
 """Covers ``mesh.py``: who computes with whom, and runs of ranks that share forward passes beside one rank's."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ def test_sequence_ranks_may_compute_as_many_tokens_each_and_tensor_ranks_togethe
 
 
 class Seen(Iterations):
-    """What was sampled, this rank's tokens of micro-batches and of turns, and whole weights; saves checkpoints."""
+    """What was sampled, this rank's tokens of micro-batches and of turns, and whole weights; may save checkpoints."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         super().__init__()
         self.folder = folder
         self.sizes: list[int] = []
@@ -54,11 +55,13 @@ class Seen(Iterations):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.sizes.append(int(batch.attention_mask.sum()))
-        if trainer.current_epoch == 2 and self.began[-1:] == [trainer.global_step]:  # inside an accumulation window
+        inside = self.began[-1:] == [trainer.global_step]  # an accumulation window
+        if self.folder and trainer.current_epoch == 2 and inside:
             trainer.save_checkpoint(self.folder / "inside.ckpt")
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
+        if self.folder:
+            trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
         rollouts = RolloutCallback.of(trainer)
         if rollouts.inside_collected_iteration:
             super().on_train_epoch_end(trainer, pl_module)
@@ -74,7 +77,9 @@ class Seen(Iterations):
             self.ends |= {f"{child}.{name}": tensor.detach().clone() for name, tensor in weights}
 
 
-def fit(folder: Path, model: str, strategy: Any = "auto", resume: Path | None = None, epochs: int = 3) -> Any:
+def fit(
+    folder: Path, model: str, strategy: Any = "auto", resume: Path | None = None, epochs: int = 3, saves: bool = False
+) -> Any:
     """Iterations of 8 rows in two updates, and of as many micro-batches as need be where there are several ranks."""
     os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
     sequence = getattr(strategy, "sequence_parallel_size", 1)
@@ -90,7 +95,7 @@ def fit(folder: Path, model: str, strategy: Any = "auto", resume: Path | None = 
         module_arguments={"lr": 0.05, "kl_coef": 0.01, "loading": loading, "parts": [reference]},
         data_arguments={"rollout_batch_size": 2} | size,
         rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=12, min_new_tokens=1)),
-        callbacks=[Invariants(), seen := Seen(folder)],
+        callbacks=[Invariants(), seen := Seen(folder if saves else None)],
         strategy=strategy,
         devices=RANKS,
         max_epochs=epochs,
@@ -102,7 +107,15 @@ def fit(folder: Path, model: str, strategy: Any = "auto", resume: Path | None = 
     return seen, {"steps": trainer.global_step, "metrics": metrics}
 
 
-def share(folder: Path, model: str, stage: int, sizes: dict[str, Any]) -> None:
+WAYS: list[tuple[int, dict[str, Any]]] = [
+    (3, {"sequence_parallel_size": 2}),
+    (2, {"sequence_parallel_size": 4, "sequence_parallel": "ring"}),
+    (2, {"tensor_parallel_size": 2}),
+]
+"""ZeRO stages, and how four ranks share forward passes."""
+
+
+def share(folder: Path, model: str) -> None:
     """A rank of four: trains as one rank does, and where two divide sequences goes on as if it were not stopped."""
     ends, tokens, expected = torch.load(folder.parent / "alone.pt")
 
@@ -111,23 +124,31 @@ def share(folder: Path, model: str, stage: int, sizes: dict[str, Any]) -> None:
         for name, tensor in seen.ends.items():
             torch.testing.assert_close(tensor, ends[name], rtol=1e-5, atol=1e-5, msg=name)
 
+    for number, (stage, sizes) in enumerate(WAYS):
+        seen, found = fit(folder / str(number), model, RLHFDeepSpeedStrategy(stage, **sizes), saves=number == 0)
+        assert found["steps"] == expected["steps"]
+        assert seen.tokens == tokens
+        for name, value in expected["metrics"].items():
+            assert found["metrics"][name] == pytest.approx(value, rel=1e-4, abs=2e-6), name
+        check(seen)
+        if number == 0:
+            resume(folder, model, seen, check)
+
+
+def resume(folder: Path, model: str, seen: Seen, check: Callable[[Seen], None]) -> None:
+    """Goes on from inside an accumulation window, and after an epoch without groups."""
+    stage, sizes = WAYS[0]
+
     def strategy() -> RLHFDeepSpeedStrategy:
         return RLHFDeepSpeedStrategy(stage, **sizes)
 
-    seen, found = fit(folder, model, strategy())
-    assert found["steps"] == expected["steps"]
-    assert seen.tokens == tokens
-    for name, value in expected["metrics"].items():
-        assert found["metrics"][name] == pytest.approx(value, rel=1e-4, abs=2e-6), name
-    check(seen)
-    if stage < 3:
-        return
-    rest, _ = fit(folder / "rest", model, strategy(), resume=folder / "inside.ckpt")
+    saved = folder / "0"
+    rest, _ = fit(folder / "rest", model, strategy(), resume=saved / "inside.ckpt")
     assert all(torch.equal(rest.ends[name], tensor) for name, tensor in seen.ends.items())
     assert 0 < len(rest.sizes) < len(seen.sizes)
     assert rest.sizes == seen.sizes[-len(rest.sizes) :]
     # The second epoch is run without groups, and the third with them again.
-    fit(folder / "without", model, RLHFDeepSpeedStrategy(stage), resume=folder / "0.ckpt", epochs=2)
+    fit(folder / "without", model, RLHFDeepSpeedStrategy(stage), resume=saved / "0.ckpt", epochs=2, saves=True)
     check(fit(folder / "with", model, strategy(), resume=folder / "without/1.ckpt")[0])
     # Rows above a rank's share are divided, in turns where log-probs are computed.
     shares, turns = gather_objects(seen.sizes), gather_objects(seen.turns)
@@ -149,9 +170,4 @@ def test_four_ranks_that_share_forward_passes_train_as_one(tmp_path: Path) -> No
     assert all(float((reference - other).detach().abs().max()) > 1e-4 for other in (start, end)), (
         "it has moved half way"
     )
-    for kind, stage, sizes in (
-        ("sequence", 3, {"sequence_parallel_size": 2}),
-        ("ring of four", 2, {"sequence_parallel_size": 4, "sequence_parallel": "ring"}),
-        ("tensor", 2, {"tensor_parallel_size": 2}),
-    ):
-        ranks.run(share, 4, tmp_path / kind, model=model, stage=stage, sizes=sizes)
+    ranks.run(share, 4, tmp_path / "four", model=model)
