@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib.metadata
 import json
 import os
 import sys
@@ -33,6 +34,8 @@ from vllm_serve import vllm_serve
 from rlhfkit.rollout.engine import SamplingSpec
 
 sys.dont_write_bytecode = False
+# Each Trainer asks all installed packages for callbacks, which takes most of the time in which it is made.
+importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
 gc.disable()  # until all tests are collected: imports leave little garbage and many objects to look at
 # How long an example takes, or is made, says nothing on a machine with other work.
 hypothesis.settings.register_profile("rlhfkit", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

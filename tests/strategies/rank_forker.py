@@ -11,6 +11,7 @@ process id of the rank and, when the rank has ended, its exit code.
 
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import selectors
@@ -20,6 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,6 +46,7 @@ PRELOADED = (
 
 def preload() -> None:
     """Import what ranks need, and keep the garbage collector from ever looking at it again."""
+    importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # as in conftest.py
     for name in PRELOADED:
         importlib.import_module(name)
     import rlhfkit
