@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from simulated_device.host_waits import ASSIGNMENTS, INDEXING, calling_place, note_wait, waiting_operation
@@ -109,10 +108,13 @@ def _make_subclass(kind: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation that has a simulated tensor among its arguments or its results, on the CPU."""
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    simulated = [leaf for leaf in leaves if isinstance(leaf, SimulatedTensor)]
-    others = [leaf for leaf in leaves if not isinstance(leaf, SimulatedTensor)]
     name = function._schema.name
+    if name == "aten::histc" and not args[0].is_floating_point():  # CUDA counts integers too
+        args = (args[0].float(), *args[1:])
+    simulated: list[SimulatedTensor] = []
+    others: list[Tensor] = []
+    on_cpu = _on_cpu(args, simulated, others)
+    options = {key: _on_cpu(value, simulated, others) for key, value in kwargs.items() if key != "pin_memory"}
     target = kwargs.get("device")
     on_device = bool(simulated) if target is None else torch.device(target).type == NAME
     if name in COPIES:
@@ -122,10 +124,7 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         waiting = waiting_operation(function, args, kwargs)
         if waiting is not None:
             note_wait(waiting)
-    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-    if name == "aten::histc" and not args[0].is_floating_point():  # CUDA counts integers too
-        args = (args[0].float(), *args[1:])
-    found = function(*tree_map(_values, args), **tree_map(_values, kwargs))
+    found = function(*on_cpu, **options)
     # In-place operations and out= return an argument, which must stay the same object.
     known = {id(one.values): one for one in simulated}
 
@@ -137,13 +136,24 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             raise NotImplementedError(f"{name} changes the size of a simulated tensor in place")
         return SimulatedTensor(value) if same is None else same
 
-    return tree_map(wrap, found)
+    return type(found)([wrap(one) for one in found]) if isinstance(found, list | tuple) else wrap(found)
 
 
-def _values(value: Any) -> Any:
+def _on_cpu(value: Any, simulated: list[SimulatedTensor], others: list[Tensor]) -> Any:
+    """An argument as the CPU takes it; its tensors are added to those of each kind.
+
+    By hand: the trees of torch take longer than most operations.
+    """
     if isinstance(value, SimulatedTensor):
+        simulated.append(value)
         return value.values
-    return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
+    if isinstance(value, Tensor):
+        others.append(value)
+    elif isinstance(value, list | tuple):
+        return type(value)([_on_cpu(one, simulated, others) for one in value])
+    elif isinstance(value, torch.device) and value.type == NAME:
+        return torch.device("cpu")
+    return value
 
 
 def _note_copy(name: str, args: Any, kwargs: dict[str, Any], to_device: bool) -> None:
@@ -270,7 +280,8 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **unused: Any) 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """The copy inside ``torch.tensor(..., device="sim")``, which no other part of this file sees."""
     _note_copy("aten::_copy_from", (source, target, non_blocking), {}, True)
-    _values(target).copy_(_values(source))
+    on_cpu = _on_cpu([target, source], [], [])
+    on_cpu[0].copy_(on_cpu[1])
     return target
 
 
