@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import lightning as L
 import pytest
+import ray_worker
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
@@ -210,6 +211,7 @@ def with_critics_elsewhere(folder: Path, own: Path) -> None:
 def train(folder: Path) -> None:
     """Entry point of a training rank, with one Ray for all: a reference elsewhere, then critics."""
     os.environ.pop("RAY_ADDRESS", None)
+    ray_worker.use()
     own = folder / f"rank{RANK}"  # ranks must not write the same model
     tiny_model(own / "model")  # before there is a process group, in which rank 0 alone saves
     placement = Placement(trainer=2, reference=2)  # rank 0 plans, and replicas read its folder
