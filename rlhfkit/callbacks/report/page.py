@@ -108,6 +108,8 @@ class RunData:
     timeline: dict[str, Any] | None = None
     configuration: dict[str, dict[str, Any]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    _sizes: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Characters of the samples of an iteration, once they have been counted."""
 
     def add_metrics(self, metrics: Mapping[str, Any], x: float) -> None:
         """Add a point to the curve of each metric."""
@@ -128,7 +130,11 @@ class RunData:
         """Keep groups of samples of an iteration; earlier ones make room for them."""
         self.samples = [*(one for one in self.samples if one["iteration"] != iteration)]
         self.samples.append({"iteration": iteration, "groups": list(groups)})
-        sizes = [len(json.dumps(one)) for one in self.samples]
+        self._sizes.pop(iteration, None)
+        for one in self.samples:
+            if one["iteration"] not in self._sizes:
+                self._sizes[one["iteration"]] = len(json.dumps(one))
+        sizes = [self._sizes[one["iteration"]] for one in self.samples]
         while sum(sizes) > SAMPLE_BYTES and len(sizes) > 2:
             del self.samples[1:-1:2], sizes[1:-1:2]
 
