@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfkit.data import Experience, Prompt, Sample, types
@@ -38,7 +38,6 @@ def token_fields(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=200)
 @given(token_fields())
 def test_fields_read_as_they_were_set(lists: dict[str, Any]) -> None:
     sample = Sample(Prompt(3, lists["token_ids"]), 1, **lists, finish_reason="stop", text="so")
@@ -166,7 +165,6 @@ FLOAT32 = st.floats(width=32)
 PROMPTS = st.lists(INTEGERS, min_size=1, max_size=4)
 
 
-@settings(max_examples=100)
 @given(st.lists(st.tuples(PROMPTS, token_fields(), st.none() | FLOAT32), min_size=1, max_size=4))
 def test_samples_stack_as_token_by_token(rows: list[tuple[list[int], dict[str, Any], float | None]]) -> None:
     samples = []
