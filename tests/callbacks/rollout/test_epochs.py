@@ -54,11 +54,11 @@ class Policies(L.Callback):
 def test_old_log_probs_are_those_of_the_policy_before_the_iteration_in_every_epoch(tmp_path: Path, case: str) -> None:
     arguments = CASES[case]
     policies = Policies(arguments.get("updates", 2))
-    trainer, module, watch = fit(tmp_path, epochs=3, max_epochs=2, callbacks=[policies], **arguments)
-    updates = 3 * policies.updates
+    trainer, module, watch = fit(tmp_path, epochs=2, max_epochs=2, callbacks=[policies], **arguments)
+    updates = 2 * policies.updates
     assert trainer.global_step == watch.steps[-1] == 2 * updates
     assert module.at_ratio_one == {0, updates}  # the first of each iteration
-    assert len(module.old) == 2 * 3 * 32
+    assert len(module.old) == 2 * 2 * 32
     cache: dict[Any, torch.Tensor] = {}
     for step, *place, old in module.old:
         key = step // updates, *place

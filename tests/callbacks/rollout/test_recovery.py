@@ -61,7 +61,7 @@ def run(folder: Path, engine: Any, *, group: Any = None, validate: bool = False,
     return seen
 
 
-@pytest.mark.parametrize("case", ["plain", "validation", "dynamic sampling", "episodes"])
+@pytest.mark.parametrize("case", ["validation", "dynamic sampling", "episodes"])
 def test_a_run_that_takes_turns_is_bitwise_the_undisturbed_one(tmp_path: Path, case: str) -> None:
     options: dict[str, Any] = {"validate": case == "validation"}
     if case == "dynamic sampling":
