@@ -1,14 +1,8 @@
-"""The memory of a whole run does not grow with the number of pictures it has seen.
-
-The run is a process of its own, ``python tests/test_image_memory.py FOLDER KIND``, which prints what it holds.
-"""
+"""The memory of a whole run does not grow with the number of pictures it has seen."""
 
 import ctypes
 import gc
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +16,7 @@ import transformers
 from lightning.pytorch.loggers import CSVLogger
 from models.vision_families import TEXT, TOWER, idefics3
 from modules import data_runs
+from strategies import ranks
 from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
 from rlhfkit import (
@@ -125,30 +120,26 @@ def test_a_run_keeps_no_picture_that_it_has_seen(kind: str, tmp_path: Path) -> N
 
     The bound is three quarters of what the further pictures have as files, the least that could be kept of them.
     """
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HOME": str(tmp_path / "cache")}
-    environment["MALLOC_ARENA_MAX"] = "1"  # each would keep free memory of its own
-    command = [sys.executable, __file__, str(tmp_path), kind]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-3000:]
-    _, few, many = map(json.loads, done.stdout.splitlines())
+    [(_, few, many)] = ranks.run(held_after_each_run, 1, tmp_path, kind=kind)
     assert many["batches"] == few["batches"] * MANY / FEW
-    assert many["bytes"] - few["bytes"] < (MANY - FEW) * 3 * SIDE**2 * 0.75, done.stdout
+    assert many["bytes"] - few["bytes"] < (MANY - FEW) * 3 * SIDE**2 * 0.75, (few, many)
     assert max(few["references"], many["references"]) <= ITERATION + 1  # those of one iteration, and the probe's
     assert many["pictures"] == 0
 
 
-def main(folder: Path, kind: str) -> None:
-    """Three runs, each on pictures of its own, of which the first takes memory for whatever is used the first time."""
+def held_after_each_run(folder: Path, kind: str) -> list[dict[str, int]]:
+    """In a process of its own: of three runs, each on pictures of its own.
+
+    The first one takes memory for whatever is used the first time.
+    """
+    ctypes.CDLL("libc.so.6").mallopt(-8, 1)  # M_ARENA_MAX: each would keep free memory of its own
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     vision.CACHED_BYTES = 2**23  # of an iteration, so that pictures are left out of it as in a long run
     save_model(folder / "model")
+    found = []
     for number, count in enumerate((FEW, FEW, MANY)):
         rows = write_rows(folder / f"{kind}-{number}", count, number)
         trainer = train(kind, str(folder / "model"), rows, folder / f"run-{number}", count)
-        print(json.dumps(held(trainer)), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+        found.append(held(trainer))
+    return found
