@@ -42,7 +42,10 @@ done
 {WAIT}
 """
 """``srun`` of two nodes with a task each."""
-OTHER_NODE = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@" --num-cpus=2 --resources=\'{"other": 1}\'\n'
+OTHER_NODE = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+exec "$@" --num-cpus=2 --include-log-monitor=false --resources='{"other": 1}'
+"""
 """``srun`` of a command of Ray on one more node."""
 
 
@@ -172,7 +175,8 @@ def ray_variables(world: Path, ray_folder: Path) -> dict[str, str]:
     settings |= {"model": run["model"], "data": run["data"]}
     (world / "run.yaml").write_text(yaml.safe_dump(settings))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    return token | {"RAY_TMPDIR": str(ray_folder), "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1"}
+    fewer = {"RAY_prestart_worker_first_driver": "0"}  # see conftest.py
+    return token | fewer | {"RAY_TMPDIR": str(ray_folder), "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1"}
 
 
 def logged(world: Path, version: int) -> list[dict[str, str]]:
@@ -193,7 +197,9 @@ def test_a_job_of_slurm_trains_on_two_nodes_of_ray_and_goes_on_when_it_is_starte
 
     def submit(*options: str) -> None:
         text = script("ray start --head --port").replace("6379", str(free_port()))
-        text = text.replace("ray start --head", "ray start --head --num-cpus=2 --include-dashboard=false")
+        text = text.replace(
+            "ray start --head", "ray start --head --num-cpus=2 --include-dashboard=false --include-log-monitor=false"
+        )
         text = text.replace("--ckpt_path last", " ".join(["--ckpt_path last", *options]))
         train(text, world, **more)
 
