@@ -146,8 +146,6 @@ def ray_session() -> Iterator[None]:
 
     ray_worker.use()
     ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-    # It reads the logs of all processes again and again, for drivers that want them.
-    ray._private.worker._global_node.kill_log_monitor()
     yield
     ray.shutdown()
 

@@ -8,6 +8,7 @@ which Ray takes it. Lightning and rlhfkit are left for the worker to import: the
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import hashlib
@@ -31,6 +32,8 @@ FOLDER = "RLHFKIT_TEST_PARENTS"
 """Variable with the folder of the parents' sockets, and the process that they end with."""
 FIRST_JOB = "01000000"
 """Workers of a later driver of a Ray are not forked: they were seen to wait for ever."""
+READ_LATER = ("PYTHONPATH", "VLLM_ENABLE_V1_MULTIPROCESSING")
+"""Variables that workers of one parent may have of their own."""
 # Their threads would not survive a fork. Read when pyarrow and tokenizers are imported.
 WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "TOKENIZERS_PARALLELISM": "false"}
 RAY = ("ray", "ray._private.node", "ray.actor", "ray._private.async_compat", "ray._private.runtime_env.setup_hook")
@@ -48,17 +51,23 @@ def share() -> None:
 
 
 def use() -> None:
-    """Let a Ray that this process starts from now on fork its workers.
+    """Let a Ray that this process starts from now on be without what the tests do not use, and fork its workers.
 
     Not on a machine with GPUs, where what is imported may have asked for them: a fork could not use them. Nor with
     ``RLHFKIT_FORKED_WORKERS=0``, to see whether a test fails for this reason.
     """
-    if os.path.exists("/dev/nvidiactl") or os.environ.get("RLHFKIT_FORKED_WORKERS") == "0":
-        return
-    from ray._private import ray_constants
+    from ray._private import node, ray_constants
 
-    share()
-    ray_constants.SETUP_WORKER_FILENAME = __file__
+    # It gets no further machines, and nobody wants logs or is told how it is used. Each takes a second to start.
+    for name in ("start_monitor", "start_api_server", "start_log_monitor"):
+        setattr(node.Node, name, lambda self, **options: None)
+    if _forks():
+        share()
+        ray_constants.SETUP_WORKER_FILENAME = __file__
+
+
+def _forks() -> bool:
+    return not os.path.exists("/dev/nvidiactl") and os.environ.get("RLHFKIT_FORKED_WORKERS") != "0"
 
 
 # ---------------------------------------------------------------- what Ray starts
@@ -86,8 +95,13 @@ def main(arguments: list[str]) -> None:
 
 def be_worker(command: list[str], variables: dict[str, str]) -> None:
     """Ask for a process, and end as it does; returns if there is none."""
-    name = hashlib.sha256(json.dumps(variables, sort_keys=True).encode()).hexdigest()[:16]
-    parent = connect(name, [__file__, "parent"], {"PYTHONPATH": ""})
+    read_at_import = {name: value for name, value in variables.items() if name not in READ_LATER}
+    name = hashlib.sha256(json.dumps(read_at_import, sort_keys=True).encode()).hexdigest()[:16]
+    # Workers watch the raylet that Ray knew when their parent imported it, be it of another Ray that has ended since.
+    # So they watch the tests; this stand-in ends with its raylet, and its worker with it.
+    ended_with = os.environ[FOLDER].rpartition(":")[2]
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    parent = connect(name, [__file__, "parent"], {"PYTHONPATH": "", "RAY_RAYLET_PID": ended_with})
     request = {"command": command, "environment": dict(os.environ), "place": os.getcwd()}
     try:
         socket.send_fds(parent, [b"\n"], [0, 1, 2])
@@ -209,6 +223,7 @@ def fork_worker(ready: selectors.BaseSelector, server: socket.socket) -> None:
 def become_worker(request: dict[str, Any], files: list[int]) -> None:
     """In the forked process: what a worker that Ray has started would see."""
     import numpy
+    from ray._raylet import AuthenticationTokenLoader, Config
 
     os.setsid()
     for number, file in enumerate(files):
@@ -216,6 +231,8 @@ def become_worker(request: dict[str, Any], files: list[int]) -> None:
         os.close(file)
     os.environ.clear()
     os.environ.update(request["environment"])
+    Config.initialize("")  # reads RAY_AUTH_MODE and others anew, as Rays of one parent may have their own
+    AuthenticationTokenLoader.instance().reset_cache()
     os.chdir(request["place"])
     numpy.random.seed()
     sys.argv = request["command"]

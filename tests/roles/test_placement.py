@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray_worker
 from strategies import ranks
 
 from rlhfkit import CriticPool, ModelPool, Placement, RoleResources
@@ -119,6 +120,7 @@ def on_simulated_machines(folder: Path) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
+    ray_worker.use()
     machine = {"num_cpus": 8, "num_gpus": 4, "object_store_memory": 80 * 2**20, "include_log_monitor": False}
     cluster = Cluster(initialize_head=True, head_node_args=machine | {"include_dashboard": False})
     for resources in ({}, {"large_memory": 1}):

@@ -56,6 +56,10 @@ def outside_ray(gpus: tuple[str, str] | None = None, uuids: Any = (None, None), 
     os.environ |= {"RAY_ADDRESS": address} if address else {}
     os.environ |= {"CUDA_VISIBLE_DEVICES": gpus[rank]} if gpus else {}
     pretend_gpus(uuids[rank])
+    if not address:
+        import ray_worker
+
+        ray_worker.use()
     with located_ranks() as locations:
         yield locations
         if locations:

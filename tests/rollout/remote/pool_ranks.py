@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray_worker
 import torch
 import torch.distributed as dist
 from test_rank_store import start
@@ -52,6 +53,7 @@ def open_pool() -> tuple[int, ToyPool]:
     """Join the other rank and start the engine, which takes longer than the process group's time limit."""
     rank, _ = start()
     rank_store()
+    ray_worker.use()
     pool = ToyPool()
     pool.start("no model", dtype=torch.float32, load_weights=True)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray_worker
 import torch
 from callbacks.rollout.offload_runs import Look, OwnGRPO
 from rl_runs import additions, fit_run
@@ -245,6 +246,7 @@ def phases_of_a_run(level: int) -> list[str]:
 def on_ranks(folder: Path) -> dict[str, Any]:
     """Entry point of a rank: a run on two ranks, of which the first has the engine on its device."""
     rank = int(os.environ["LOCAL_RANK"])
+    ray_worker.use()
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder(patch)
         pool = SleepingPool(folder)

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray_worker
 import torch
 from ray.cluster_utils import Cluster
 from tiny_models import token_logprobs
@@ -23,6 +24,7 @@ def two_machines() -> Iterator[Cluster]:
     """This rank's ``RAY_ADDRESS`` is theirs."""
     import ray
 
+    ray_worker.use()
     cluster = Cluster(initialize_head=True, head_node_args=HEAD)
     cluster.add_node(num_cpus=1, include_log_monitor=False)
     os.environ["RAY_ADDRESS"] = cluster.address
