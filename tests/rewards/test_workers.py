@@ -66,7 +66,7 @@ def test_samples_of_a_prompt_go_to_one_process_and_prompts_to_all() -> None:
 def test_a_process_that_ends_is_replaced_and_failures_name_their_prompts_or_do_what_was_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reward = SubprocessReward("rewards.worker_rewards.obedient", timeout=60)
+    reward = SubprocessReward("rewards.obedient_reward.obedient", timeout=60)
     assert not isinstance(reward, CompositeReward)
     assert reward.name == "obedient"
     once = f"once {tmp_path / 'seen'}"

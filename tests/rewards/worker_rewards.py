@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from rewards.obedient_reward import obedient
 from rlhfkit import Sample
 from rlhfkit.rewards import WeightedSum
 
@@ -25,20 +25,6 @@ async def tokens(samples: Sequence[Sample]) -> list[float]:
     """The last token, from whole samples."""
     assert all(isinstance(sample, Sample) for sample in samples)
     return [float(sample.token_ids.tolist()[-1]) + sample.logprobs.tolist()[-1] for sample in samples]
-
-
-def obedient(samples: Sequence[Sample]) -> list[float | None]:
-    """Does what the texts say."""
-    for sample in samples:
-        word, _, rest = sample.text.partition(" ")
-        if word == "die":
-            os._exit(3)
-        if word == "once" and not Path(rest).exists():
-            Path(rest).touch()
-            os._exit(4)
-        if word == "raise":
-            raise LookupError(f"no {rest}")
-    return [None if sample.text == "none" else float(len(sample.text)) for sample in samples]
 
 
 class Counting:
