@@ -248,10 +248,10 @@ SEEING = {
 """The model of text that each has in it, and layers, hidden and intermediate size of its vision part."""
 
 
-@pytest.fixture
-def real_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def real_shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders with the names of real models and their sizes, without weights."""
-    monkeypatch.chdir(tmp_path)
+    place, tokenizer = tmp_path_factory.mktemp("shapes"), tiny_tokenizer()
     for name, (family, hidden, intermediate, layers, heads, tied) in SHAPES.items():
         config = family | {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
         config |= {"num_attention_heads": heads, "num_key_value_heads": 8, "tie_word_embeddings": tied}
@@ -266,10 +266,9 @@ def real_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 vision = {"model_type": "qwen3_vl", "vision_config": tower, "tie_word_embeddings": tied}
                 folders[seeing] = vision | {"text_config": config | {"model_type": "qwen3_vl_text"}}
         for folder, written in folders.items():
-            Path(folder).mkdir(parents=True)
-            Path(folder, "config.json").write_text(json.dumps(written))
-            tiny_tokenizer().save_pretrained(folder)
-    return tmp_path
+            tokenizer.save_pretrained(place / folder)
+            (place / folder / "config.json").write_text(json.dumps(written))
+    return place
 
 
 @pytest.mark.long
@@ -282,6 +281,7 @@ def test_sizes_in_the_comments_can_be_and_fit_into_their_gpus(
     ``rlhfkit estimate`` of each command finds as many GPUs as it says, of 80 GB.
     """
     read: list[Any] = []
+    monkeypatch.chdir(real_shapes)
     real = cli.lightning_cli
     monkeypatch.setattr(cli, "lightning_cli", lambda *given, **more: read.append(real(*given, **more)) or read[-1])
     cli.main(["init", method])
