@@ -138,7 +138,7 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
         def subcommands() -> dict[str, set[str]]:
             """The one that is asked for: to make the parsers of the others takes longer than to read the words."""
             known = LightningCLI.subcommands()
-            return {name: known[name] for name in known if name == arguments[0]} or known
+            return {name: known[name] for name in arguments[:1] if name in known} or known
 
         def init_parser(self, **kwargs: Any) -> Any:
             parser = super().init_parser(**kwargs)
