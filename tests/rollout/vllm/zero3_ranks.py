@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray_worker
 import torch
 import torch.distributed as dist
 from tiny_models import token_logprobs
@@ -88,6 +89,7 @@ def serve(folder: Path, model: str) -> None:
 
     policy = zero3_engine(model)
     if RANK == 0:
+        ray_worker.use()
         ray.init(
             address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
         )
