@@ -4,22 +4,16 @@ Covers strategies/ray/launcher.py in notebooks.
 """
 
 import json
-import os
-from pathlib import Path
 
 import pytest
-import ray_worker
 
 SETUP = """
 import json
 import lightning as L
 import ray
-import ray_worker
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 import rlhfkit.strategies
-
-ray_worker.use()  # ranks are forks, as those of other tests
 
 class Line(L.LightningModule):
     def __init__(self):
@@ -68,8 +62,6 @@ def test_a_notebook_trains_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     from nbclient import NotebookClient
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)  # the fit starts Ray
-    paths = [str(Path(ray_worker.__file__).parent), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     cells = [SETUP, "fit(Line(), devices=1)", "fit(module, devices=2)"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=600, startup_timeout=600, kernel_name="python3").execute()
