@@ -223,6 +223,7 @@ def fork_worker(ready: selectors.BaseSelector, server: socket.socket) -> None:
 def become_worker(request: dict[str, Any], files: list[int]) -> None:
     """In the forked process: what a worker that Ray has started would see."""
     import numpy
+    from ray._private import utils, worker
     from ray._raylet import AuthenticationTokenLoader, Config
 
     os.setsid()
@@ -233,6 +234,7 @@ def become_worker(request: dict[str, Any], files: list[int]) -> None:
     os.environ.update(request["environment"])
     Config.initialize("")  # reads RAY_AUTH_MODE and others anew, as Rays of one parent may have their own
     AuthenticationTokenLoader.instance().reset_cache()
+    worker.global_worker.original_visible_accelerator_ids = utils.get_visible_accelerator_ids()  # as at import
     os.chdir(request["place"])
     numpy.random.seed()
     sys.argv = request["command"]
