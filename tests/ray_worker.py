@@ -24,9 +24,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 FOLDER = "RLHFKIT_TEST_PARENTS"
 """Variable with the folder of the parents' sockets, and the process that they end with."""
@@ -183,20 +183,7 @@ def fork_worker(ready: selectors.BaseSelector, server: socket.socket) -> None:
     request = client.makefile().readline()
     pid = os.fork()
     if pid == 0:
-        code = 1
-        try:
-            server.close()
-            client.close()
-            become_worker(json.loads(request), files)
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        run_to_end(become_worker, json.loads(request), files, others=[server, client])
     for file in files:
         os.close(file)
     client.sendall(b"%d\n" % pid)
@@ -218,6 +205,24 @@ def fork_worker(ready: selectors.BaseSelector, server: socket.socket) -> None:
 
     ready.register(end, selectors.EVENT_READ, ended)
     ready.register(client, selectors.EVENT_READ, killed)
+
+
+def run_to_end(function: Callable[..., None], *arguments: Any, others: Iterable[socket.socket]) -> NoReturn:
+    """In a forked process: do what it is for, without the sockets of others, and end as a process of its own would."""
+    code = 1
+    try:
+        for one in others:
+            one.close()
+        function(*arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def become_worker(request: dict[str, Any], files: list[int]) -> None:

@@ -19,11 +19,9 @@ import signal
 import socket
 import sys
 import threading
-import traceback
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path[0] = str(Path(__file__).parents[1])  # the root of the tests, not this folder
 
@@ -89,24 +87,9 @@ def become_parent(connection: socket.socket) -> None:
         pid = os.fork()
         if pid == 0:
             lines.close()
-            run_to_end(become_rank, request, connection)
+            ray_worker.run_to_end(become_rank, request, others=[connection])
         connection.sendall(b"%d\n" % pid)
         connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-
-def run_to_end(function: Callable[..., None], argument: Any, other: socket.socket) -> NoReturn:
-    """Of a forked process, to which ``other`` does not belong."""
-    code = 1
-    try:
-        other.close()
-        function(argument)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def fork_parent(ready: selectors.BaseSelector, server: socket.socket) -> None:
@@ -114,7 +97,7 @@ def fork_parent(ready: selectors.BaseSelector, server: socket.socket) -> None:
     connection = server.accept()[0]
     if os.fork() == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        run_to_end(become_parent, connection, server)
+        ray_worker.run_to_end(become_parent, connection, others=[server])
     connection.close()
 
 
