@@ -61,13 +61,9 @@ def use() -> None:
     # It gets no further machines, and nobody wants logs or is told how it is used. Each takes a second to start.
     for name in ("start_monitor", "start_api_server", "start_log_monitor"):
         setattr(node.Node, name, lambda self, **options: None)
-    if _forks():
+    if not os.path.exists("/dev/nvidiactl") and os.environ.get("RLHFKIT_FORKED_WORKERS") != "0":
         share()
         ray_constants.SETUP_WORKER_FILENAME = __file__
-
-
-def _forks() -> bool:
-    return not os.path.exists("/dev/nvidiactl") and os.environ.get("RLHFKIT_FORKED_WORKERS") != "0"
 
 
 # ---------------------------------------------------------------- what Ray starts
